@@ -1,0 +1,215 @@
+"""The workspace: one list of regions decides all sizes, offsets and views.
+
+The workspace of an operator is one symmetric allocation, shared by all its layers and zeroed once.
+Nothing is reset between replays: cells are cumulative or carry the generation.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from gcmoe.protocol.ring import WINDOW_COLUMNS, Arrivals, TokenRing, W1Bitmap
+
+LINE = 128
+BASES_WORDS = ("generation", "epoch_base", "slot_base", "arrivals_base")
+FIRST_GENERATION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """``count`` items of ``item_bytes`` at byte ``offset``.
+
+    ``is_cell`` regions hold synchronisation state and start at zero; the rest is data that no role
+    reads before a flag of the same replay covers it. ``is_remote`` regions are accessed by peers.
+    """
+
+    name: str
+    shape: str
+    count: int
+    item_bytes: int
+    is_cell: bool
+    is_remote: bool
+    meaning: str
+    offset: int = 0
+
+    @property
+    def num_bytes(self) -> int:
+        return self.count * self.item_bytes
+
+
+@dataclass(frozen=True)
+class WorkspaceShape:
+    """The workspace constants: equal on all ranks, part of the fingerprint.
+
+    Args:
+        hidden, intermediate, top_k, max_tokens: as in ``MoEConfig``.
+        num_ranks: R.
+        local_experts: EL.
+        num_slots: S, slots of the token ring, a power of two.
+        slot_rows: U, rows of a slot.
+        block_rows: BM <= U, rows of a full block; a power of two.
+        header_words: Q, receive-header words per source, at least the largest dispatch grid.
+    """
+
+    hidden: int
+    intermediate: int
+    top_k: int
+    max_tokens: int
+    num_ranks: int
+    local_experts: int
+    num_slots: int
+    slot_rows: int
+    block_rows: int
+    header_words: int
+
+    def __post_init__(self) -> None:
+        if not 0 < self.block_rows <= self.slot_rows or self.block_rows & (self.block_rows - 1):
+            raise ValueError(
+                f"block_rows = {self.block_rows}: a power of two of at most "
+                f"slot_rows = {self.slot_rows}"
+            )
+
+    @property
+    def ring(self) -> TokenRing:
+        return TokenRing(self.num_slots, self.slot_rows, self.hidden)
+
+    @property
+    def bitmap(self) -> W1Bitmap:
+        return W1Bitmap(self.intermediate)
+
+    @property
+    def arrivals(self) -> Arrivals:
+        return Arrivals(self.hidden)
+
+    @property
+    def num_windows(self) -> int:
+        """128-column windows of a token row."""
+        return self.hidden // WINDOW_COLUMNS
+
+    @property
+    def entry_capacity(self) -> int:
+        """Entries that one source can send to one rank."""
+        return self.max_tokens * self.top_k
+
+    @property
+    def row_stride(self) -> int:
+        """Bytes of a staged row: H codes, H/128 scale exponents, padded to a multiple of 128."""
+        return -(-(self.hidden + self.num_windows) // LINE) * LINE
+
+    @property
+    def max_blocks(self) -> int:
+        """Blocks of one replay in the worst case."""
+        entries = self.num_ranks * self.entry_capacity
+        return entries // self.block_rows + min(self.local_experts, entries)
+
+    @cached_property
+    def regions(self) -> tuple[Region, ...]:
+        s, u, r = self.num_slots, self.slot_rows, self.num_ranks
+        windows, a_windows = self.num_windows, self.intermediate // WINDOW_COLUMNS
+        cell, data = (True, False), (False, False)
+        remote_cell, remote_data = (True, True), (False, True)
+        rows: list[tuple[str, str, int, int, tuple[bool, bool], str]] = [
+            ("bases", "[4] u32", 4, 4, cell, ", ".join(BASES_WORDS)),
+            ("combine_arrivals", "u32", 1, 4, remote_cell, "cumulative rows x 64-column units"),
+            ("work_ticket", "u32", 1, 4, cell, "next work item"),
+            ("finalize_done", "u32", 1, 4, cell, "CTAs of finalize, modulo its grid"),
+            ("in_flight", "u32", 1, 4, cell, "generation of the running replay, 0 between"),
+            ("abort", "u32", 1, 4, remote_cell, "sticky"),
+            ("fault", "u32", 1, 4, cell, "claimed by the first waiter that expires"),
+            ("routes", "u64", 1, 8, cell, "RoutesHeader"),
+            (
+                "recv_header",
+                "[2][R][Q] u64",
+                2 * r * self.header_words,
+                8,
+                remote_cell,
+                "RecvHeader per parity, source and word",
+            ),
+            ("token_ring_full", "[S] u32", s, 4, cell, "cumulative, U per use"),
+            ("token_ring_empty", "[S] u32", s, 4, cell, "cumulative, H/64 per use"),
+            ("w1_bitmap", "[S] u64", s, 8, cell, "a bit per 64 columns, flipped per use"),
+            ("stats", "[EL + 1] u64", self.local_experts + 1, 8, cell, "rows per expert; bad ids"),
+            (
+                "recv_entries",
+                "[2][R][cap] u64",
+                2 * r * self.entry_capacity,
+                8,
+                remote_data,
+                "Entry per parity and source, in (token, slot) order",
+            ),
+            ("block_table", "[max_blocks] u32", self.max_blocks, 4, data, "BlockEntry"),
+            ("ring_meta", "[S][U] u32", s * u, 4, data, "RowMeta"),
+            ("ring_weight", "[S][U] f32", s * u, 4, data, "routing weights, fragment order"),
+            (
+                "ring_scale",
+                "[S][H/128][U] f32",
+                s * windows * u,
+                4,
+                data,
+                "token scales per window, fragment order",
+            ),
+            (
+                "ring_rows",
+                "[S][U][row_stride] u8",
+                s * u,
+                self.row_stride,
+                data,
+                "staged rows as pulled",
+            ),
+            ("a_scale", "[S][I/128][U] f32", s * a_windows * u, 4, data, "scales of a"),
+            (
+                "a_rows",
+                "[S][I/128][U*128] u8",
+                s * a_windows,
+                u * WINDOW_COLUMNS,
+                data,
+                "re-quantised W1 output; a block of tile N uses N*128 bytes per window, packed",
+            ),
+            (
+                "staged_x",
+                "[max_tokens][row_stride] u8",
+                self.max_tokens,
+                self.row_stride,
+                remote_data,
+                "H E4M3 codes permuted in each window, then H/128 UE8M0 exponents",
+            ),
+            (
+                "combine",
+                "[max_tokens][k][H] bf16",
+                self.max_tokens * self.top_k,
+                2 * self.hidden,
+                remote_data,
+                "W2 output per token and slot",
+            ),
+        ]
+        regions, offset = [], 0
+        for name, shape, count, item, (is_cell, is_remote), meaning in rows:
+            regions.append(Region(name, shape, count, item, is_cell, is_remote, meaning, offset))
+            offset += -(-count * item // LINE) * LINE
+        return tuple(regions)
+
+    @cached_property
+    def offsets(self) -> dict[str, int]:
+        return {region.name: region.offset for region in self.regions}
+
+    def region(self, name: str) -> Region:
+        for region in self.regions:
+            if region.name == name:
+                return region
+        raise KeyError(name)
+
+    @property
+    def num_bytes(self) -> int:
+        last = self.regions[-1]
+        return last.offset + -(-last.num_bytes // LINE) * LINE
+
+
+def fragment_position(row: int, slot_rows: int) -> int:
+    """Where row ``row`` of a slot lies in a per-row array in fragment order.
+
+    A thread of a WGMMA consumer holds the columns n = 8j + 2t + c of its accumulator, t = lane % 4;
+    the order [t][j][c] lets it read all its scales with wide loads.
+    """
+    t, j, c = (row >> 1) & 3, row >> 3, row & 1
+    return t * (slot_rows // 4) + 2 * j + c
