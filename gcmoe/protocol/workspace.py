@@ -199,6 +199,24 @@ class WorkspaceShape:
                 return region
         raise KeyError(name)
 
+    def initial_cells(
+        self, generation: int = FIRST_GENERATION, epoch: int = 0, arrivals: int = 0
+    ) -> dict[str, list[int]]:
+        """Cell values of a workspace before a replay, by region; regions not named are zero.
+
+        The defaults are a fresh workspace. Other values continue a history that has used every
+        slot ``epoch`` times and has seen ``arrivals`` arrivals, all modulo 2^32.
+        """
+        wrap = (1 << 32) - 1
+        flipped = self.bitmap.mask if epoch & 1 else 0
+        return {
+            "bases": [generation & wrap, epoch & wrap, 0, arrivals & wrap],
+            "combine_arrivals": [arrivals & wrap],
+            "token_ring_full": [epoch * self.slot_rows & wrap] * self.num_slots,
+            "token_ring_empty": [epoch * self.ring.empty_units & wrap] * self.num_slots,
+            "w1_bitmap": [flipped] * self.num_slots,
+        }
+
     @property
     def num_bytes(self) -> int:
         last = self.regions[-1]

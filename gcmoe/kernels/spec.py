@@ -1,0 +1,124 @@
+"""What a kernel is compiled for, and how it is launched. No DSL import: the launcher uses it too."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from gcmoe.plan import LayerPlan
+from gcmoe.plan.layer import TilePlan
+from gcmoe.protocol import Role, WorkspaceShape
+
+ParameterKind = Literal["peers", "u64", "i64", "i32", "tensor_map"]
+TRACE_WORDS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """One kernel parameter; ``peers`` is an array of R u64 by value, ``tensor_map`` 128 bytes."""
+
+    name: str
+    kind: ParameterKind
+
+
+def _parameters(*pairs: tuple[str, ParameterKind]) -> tuple[Parameter, ...]:
+    return tuple(Parameter(name, kind) for name, kind in pairs)
+
+
+@dataclass(frozen=True, slots=True)
+class KernelSpec:
+    """The compile-time configuration of the kernels of a layer; part of the cache key.
+
+    Args:
+        role: which kernel.
+        arch: target, for example ``sm_90a``.
+        shape: workspace constants.
+        num_experts: E over all ranks.
+        clamp: limit of the clamped SwiGLU, None for none.
+        tiles: tile plan of the compute kernel.
+        dispatch_ctas: grid of dispatch, one CTA per SM of its partition.
+        trace: record in-kernel timestamps; costs nothing when off.
+    """
+
+    role: Role
+    arch: str
+    shape: WorkspaceShape
+    num_experts: int
+    clamp: float | None
+    tiles: TilePlan
+    dispatch_ctas: int
+    trace: bool = False
+
+    @property
+    def symbol(self) -> str:
+        """Name of the kernel in its cubin."""
+        return f"gcmoe_{self.role.name.lower()}_0"
+
+    @property
+    def peers_symbol(self) -> str:
+        """Name of the peer table parameter inside the kernel; the first one of every kernel."""
+        return f"{self.symbol}_param_0"
+
+    @property
+    def parameters(self) -> tuple[Parameter, ...]:
+        """In launch order. Every pointer is a device address in a u64.
+
+        ``fault_record`` is host-mapped; ``trace`` is [grid][16] u64 and unused without ``trace``.
+        """
+        head = (("peers", "peers"), ("workspace", "u64"))
+        tail = (
+            ("fault_record", "u64"),
+            ("trace", "u64"),
+            ("rank", "i32"),
+            ("spin_budget_ns", "i64"),
+        )
+        if self.role == Role.DISPATCH:
+            return _parameters(
+                *head,
+                ("x", "u64"),
+                ("topk_ids", "u64"),
+                ("topk_weights", "u64"),
+                *tail,
+                ("num_tokens", "i32"),
+                ("ids_are_int64", "i32"),
+                ("call", "i32"),
+            )
+        if self.role == Role.COMPUTE:
+            maps = [(f"ring_rows_{width}", "tensor_map") for width in self.tiles.widths]
+            return _parameters(
+                *head,
+                ("w13", "u64"),
+                ("w13_row_scale", "u64"),
+                ("w2", "u64"),
+                ("w2_row_scale", "u64"),
+                *tail,
+                *maps,  # type: ignore[arg-type]
+            )
+        return _parameters(
+            *head,
+            ("topk_ids", "u64"),
+            ("y", "u64"),
+            *tail,
+            ("num_tokens", "i32"),
+            ("ids_are_int64", "i32"),
+        )
+
+
+def kernel_spec(plan: LayerPlan, role: Role, arch: str, *, trace: bool = False) -> KernelSpec:
+    """The spec of one role of a plan."""
+    return KernelSpec(
+        role=role,
+        arch=arch,
+        shape=plan.workspace,
+        num_experts=plan.config.num_experts,
+        clamp=plan.config.clamp,
+        tiles=plan.tiles,
+        dispatch_ctas=plan.dispatch_sms,
+        trace=trace,
+    )
+
+
+def kernel_specs(plan: LayerPlan, arch: str, *, trace: bool = False) -> tuple[KernelSpec, ...]:
+    """The specs of all roles of a plan, in launch order."""
+    roles = (Role.DISPATCH, Role.COMPUTE, Role.FINALIZE)
+    return tuple(kernel_spec(plan, role, arch, trace=trace) for role in roles)
