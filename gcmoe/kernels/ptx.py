@@ -267,6 +267,13 @@ def mbarrier_arrive(address: Any, *, loc: Any = None, ip: Any = None) -> None:
     _emit(text, [], [(I32, address)], False, loc, ip)
 
 
+@dsl_user_op
+def mbarrier_expect(address: Any, num_bytes: Any, *, loc: Any = None, ip: Any = None) -> None:
+    """Arrive, and expect bulk loads of ``num_bytes`` in this phase."""
+    text = "mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], $1;"
+    _emit(text, [], [(I32, address), (I32, num_bytes)], False, loc, ip)
+
+
 # --------------------------------------------------------------------------- global memory
 
 

@@ -1,4 +1,4 @@
-"""What a kernel is compiled for, and how it is launched. No DSL import: the launcher uses it too."""
+"""What a kernel is compiled for and how it is launched; no DSL, as the launcher uses it too."""
 
 from __future__ import annotations
 

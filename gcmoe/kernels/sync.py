@@ -192,6 +192,13 @@ def await_bits(edge: cutlass.Constexpr, address: Any, bits: Any, odd: Any, index
     return ok, value
 
 
+@cute.jit
+def mark(spec: cutlass.Constexpr, events: Any, word: cutlass.Constexpr):
+    """Record the time as one word of this CTA's trace; by one thread, nothing when off."""
+    if cutlass.const_expr(spec.trace):
+        ptx.store_u64(events + word * 8, U64(ptx.global_timer()))
+
+
 __all__ = [
     "Cell",
     "Role",
@@ -201,6 +208,7 @@ __all__ = [
     "await_generation",
     "await_reached",
     "complete",
+    "mark",
     "observe",
     "poll",
     "proxy_release",

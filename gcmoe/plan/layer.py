@@ -8,6 +8,7 @@ from gcmoe.config import MoEConfig
 from gcmoe.protocol import WorkspaceShape
 
 SM_GRANULE = 8
+NUM_WIDTHS = 4
 HEADER_WORDS = 16
 MAX_RING_BYTES = 256 << 20
 MAX_SHARE_ROWS = 8192
@@ -37,6 +38,10 @@ class TilePlan:
     producer_registers: int
     consumer_registers: int
 
+    def __post_init__(self) -> None:
+        if len(self.widths) != NUM_WIDTHS or list(self.widths) != sorted(set(self.widths)):
+            raise ValueError(f"widths = {self.widths}: {NUM_WIDTHS} ascending widths")
+
     @property
     def max_width(self) -> int:
         return self.widths[-1]
@@ -45,7 +50,7 @@ class TilePlan:
 # Rows name the machine and the measurement they come from: H200, one rank's share of EP8.
 # Narrow: 96-102 % of the byte floor at 8..64 tokens. Wide: the only build without spills above 40.
 NARROW_TILES = TilePlan((8, 16, 24, 32), 4, 1, 4, 32, 112)
-WIDE_TILES = TilePlan((8, 16, 24, 32, 48, 64), 2, 2, 3, 40, 232)
+WIDE_TILES = TilePlan((16, 32, 48, 64), 2, 2, 3, 40, 232)
 NARROW_MEAN_ROWS = 24
 
 

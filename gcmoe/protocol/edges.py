@@ -78,7 +78,7 @@ class Edge:
         name: unique; kernels mark their PTX with it.
         write_fence: the flag is relaxed and this fence, by the same thread, releases.
         write_proxy_fence: by each thread with generic stores, before the barrier or the flag.
-        completion_wait: each thread with bulk stores waits ``wait_group 0`` (never ``.read``) first.
+        completion_wait: each thread with bulk stores first waits ``wait_group 0``, never ``.read``.
         read_proxy_fence: by the thread that issues bulk loads, after its acquire.
     """
 

@@ -1,0 +1,623 @@
+"""The compute kernel for Hopper: W1 + SwiGLU + re-quantise, then W2, for every ring block."""
+
+from typing import Any
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+import cutlass.experimental.cuda as cuda_ext
+from cutlass.cute.runtime import make_ptr
+
+from gcmoe.kernels import mma_sm90 as mma
+from gcmoe.kernels import ptx, sync
+from gcmoe.kernels.output_sm90 import STAGE_STRIDE, TILE_ROWS, TileOutput
+from gcmoe.kernels.params import PeerTable
+from gcmoe.kernels.records import RECORD_WORDS, Kind, Word
+from gcmoe.kernels.spec import TRACE_WORDS, KernelSpec
+from gcmoe.protocol import BlockEntry, WorkOrder
+from gcmoe.protocol.edges import FULL, ROUTES, TICKET, W1_DONE
+from gcmoe.protocol.faults import NO_PEER
+
+U8, U32, U64 = cutlass.Uint8, cutlass.Uint32, cutlass.Uint64
+I32, I64, F32, BF16 = cutlass.Int32, cutlass.Int64, cutlass.Float32, cutlass.BFloat16
+F8 = cutlass.Float8E4M3FN
+
+QUEUE_ENTRIES = 4
+
+
+class ComputeKernel:
+    """Persistent CTAs, one per SM, that take whole items by ticket.
+
+    Warps (w4: 16 consumer warps, w2: 8), then four single warps:
+
+        consumers   decode FP4 in registers, QGMMA with register A, promote, epilogue
+        weights     item -> units of 256 rows x 256 columns, one bulk load of 34,816 B each
+        tokens      waits FULL (W1) or the W1 bitmap (W2); token tiles and scales of each unit
+        publisher   moves finished tiles out, completes, fences and publishes
+        scheduler   takes tickets, reads the block table, fills the item queue, loads row scales
+
+    Pipelines (producer -> consumer, arrivals):
+
+        full_w[stage]   weights -> consumers    1 + 34,816 B
+        full_x[stage]   tokens -> consumers     1 + width * 256 B + scales
+        empty[stage]    consumers -> weights, tokens    one per consumer warp
+        item[q]         scheduler -> all        1
+        item_data[q]    scheduler, tokens -> consumers  2 + row scales, routing weights
+        item_free[q]    consumers -> scheduler  one per consumer warp; they are always last
+        next_ticket     weights -> scheduler    1, two units before an item's weights end
+        out_full        consumers -> publisher  one per consumer warp
+        out_free        publisher -> consumers  1
+
+    Timeline of a CTA: ticket | routes | W1 items ... | W2 items ... | stop record.
+    A wait on memory that ends by abort sets ``poisoned``; every mbarrier hand-shake still
+    completes, the publisher publishes nothing more and the scheduler sends the stop record.
+    """
+
+    def __init__(self, spec: KernelSpec) -> None:
+        shape, tiles = spec.shape, spec.tiles
+        self.spec, self.shape, self.tiles = spec, shape, tiles
+        self.widths = tiles.widths
+        self.max_width = tiles.max_width
+        self.warpgroups, self.subtiles, self.stages = (
+            tiles.warpgroups,
+            tiles.subtiles,
+            tiles.stages,
+        )
+        self.consumer_threads = self.warpgroups * 128
+        self.threads = self.consumer_threads + 128
+        self.w1_windows = shape.hidden // 128
+        self.w2_windows = shape.intermediate // 128
+        self.w1_units = self.w1_windows // 2
+        self.w2_units = (self.w2_windows + 1) // 2
+        self.w1_tiles = shape.intermediate // 128
+        self.w2_tiles = shape.hidden // TILE_ROWS
+        self.order = WorkOrder(shape.num_slots, self.w1_tiles, self.w2_tiles)
+        self.output = TileOutput(spec)
+        self.fields = self._storage()
+        self.Storage = cute.struct(type("Storage", (), {"__annotations__": self.fields}))
+        self.smem_bytes = self.Storage.size_in_bytes()
+        type(self).kernel.set_name_prefix(
+            spec.symbol.removesuffix("_0"), remove_cutlass_symbol=True, keep_mangled_name=False
+        )
+
+    def _storage(self) -> dict[str, Any]:
+        """Shared memory by name; the order keeps the padding small."""
+        stages, width, queue = self.stages, self.max_width, QUEUE_ENTRIES
+        array, align = cute.struct.MemRange, cute.struct.Align
+        return {
+            "full_w": array[I64, stages],
+            "full_x": array[I64, stages],
+            "empty": array[I64, stages],
+            "item": array[I64, queue],
+            "item_data": array[I64, queue],
+            "item_free": array[I64, queue],
+            "next_ticket": array[I64, 1],
+            "out_full": array[I64, 1],
+            "out_free": array[I64, 1],
+            "poisoned": array[U32, 2],
+            "out_record": array[U32, RECORD_WORDS],
+            "lut": align[array[U32, 2 * mma.TABLE_ENTRIES], 128],
+            "records": align[array[U32, queue * RECORD_WORDS], 128],
+            "weights": align[array[F32, queue * width], 128],
+            "row_scales": align[array[F32, queue * TILE_ROWS], 128],
+            "amax": align[array[U32, 2 * width], 128],
+            "out_scale": align[array[F32, width], 128],
+            "stage": align[array[U8, width * STAGE_STRIDE], 128],
+            "x_scale": align[array[F32, stages * 2 * width], 128],
+            "x": align[array[F8, stages * width * 256], 1024],
+            "w": align[array[U32, stages * mma.UNIT_BYTES // 4], 128],
+        }
+
+    # ------------------------------------------------------------------- host side
+
+    def example_arguments(self) -> tuple[Any, ...]:
+        """Arguments of the right types for a compilation without a GPU."""
+        pointer = make_ptr(U8, 128, cute.AddressSpace.gmem, assumed_align=128)
+        addresses = [I64(0)] * 7
+        return (
+            PeerTable(self.shape.num_ranks),
+            *addresses,
+            I32(0),
+            I64(0),
+            pointer,
+            cuda.CUstream(0),
+        )
+
+    @cute.jit
+    def __call__(
+        self,
+        peers: PeerTable,
+        workspace: I64,
+        w13: I64,
+        w13_row_scale: I64,
+        w2: I64,
+        w2_row_scale: I64,
+        fault_record: I64,
+        trace: I64,
+        rank: I32,
+        spin_budget_ns: I64,
+        rows: cute.Pointer,
+        stream: cuda.CUstream,
+    ):
+        maps = [
+            cuda_ext.create_tensor_map_tiled(
+                global_address=rows.toint(),
+                dtype=U8,
+                global_dims=[
+                    I32(128),
+                    I32(self.shape.num_slots * self.shape.slot_rows),
+                    I32(self.w1_windows),
+                ],
+                global_strides=[I64(self.shape.row_stride // 16), I64(8)],
+                box_dims=[128, width, 2],
+                swizzle=cuda_ext.TensorMapSwizzle.s128b,
+            )
+            for width in self.widths
+        ]
+        self.kernel(
+            peers,
+            workspace,
+            w13,
+            w13_row_scale,
+            w2,
+            w2_row_scale,
+            fault_record,
+            trace,
+            rank,
+            spin_budget_ns,
+            maps[0],
+            maps[1],
+            maps[2],
+            maps[3],
+        ).launch(grid=[1, 1, 1], block=[self.threads, 1, 1], min_blocks_per_mp=1, stream=stream)
+
+    # ------------------------------------------------------------------- device side
+
+    @cute.kernel
+    def kernel(
+        self,
+        peers: PeerTable,
+        workspace: I64,
+        w13: I64,
+        w13_row_scale: I64,
+        w2: I64,
+        w2_row_scale: I64,
+        fault_record: I64,
+        trace: I64,
+        rank: I32,
+        spin_budget_ns: I64,
+        map0: cutlass.GridConstant[cuda_ext.TensorMap],
+        map1: cutlass.GridConstant[cuda_ext.TensorMap],
+        map2: cutlass.GridConstant[cuda_ext.TensorMap],
+        map3: cutlass.GridConstant[cuda_ext.TensorMap],
+    ):
+        tid, _, _ = cute.arch.thread_idx()
+        cta, _, _ = cute.arch.block_idx()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        warpgroup = cute.arch.make_warp_uniform(tid // 128)
+        storage = cutlass.memory.SmemAllocator().allocate(self.Storage)
+        pointers = {name: getattr(storage, name).data_ptr() for name in self.fields}
+        at = {name: pointer.toint() for name, pointer in pointers.items()}
+        events = trace + I64(cta) * (TRACE_WORDS * 8)
+        self.prepare(tid, warp, pointers, at, events)
+        cute.arch.mbarrier_init_fence()
+        cute.arch.sync_threads()
+        first_warp = self.warpgroups * 4
+        if warpgroup == self.warpgroups:
+            cute.arch.setmaxregister_decrease(self.tiles.producer_registers)
+            base = (workspace, fault_record, rank, spin_budget_ns, events)
+            if warp == first_warp:
+                self.weights_warp(at, w13, w2)
+            elif warp == first_warp + 1:
+                maps = [m.get_ptr().toint() for m in (map0, map1, map2, map3)]
+                self.tokens_warp(at, base, maps)
+            elif warp == first_warp + 2:
+                self.output.publisher_warp(at, workspace, tid % 32, events)
+            else:
+                self.scheduler_warp(at, base, w13_row_scale, w2_row_scale)
+        else:
+            cute.arch.setmaxregister_increase(self.tiles.consumer_registers)
+            self.consumer_warps(at, pointers, tid, warpgroup, events)
+
+    @cute.jit
+    def prepare(self, tid, warp, pointers, at, events):
+        """mbarriers, decode table, zeroed maxima."""
+        consumer_warps = self.warpgroups * 4
+        if warp == 0:
+            with cute.arch.elect_one():
+                for i in cutlass.range_constexpr(self.stages):
+                    cute.arch.mbarrier_init(pointers["full_w"] + i, 1)
+                    cute.arch.mbarrier_init(pointers["full_x"] + i, 1)
+                    cute.arch.mbarrier_init(pointers["empty"] + i, consumer_warps)
+                for i in cutlass.range_constexpr(QUEUE_ENTRIES):
+                    cute.arch.mbarrier_init(pointers["item"] + i, 1)
+                    cute.arch.mbarrier_init(pointers["item_data"] + i, 2)
+                    cute.arch.mbarrier_init(pointers["item_free"] + i, consumer_warps)
+                cute.arch.mbarrier_init(pointers["next_ticket"], 1)
+                cute.arch.mbarrier_init(pointers["out_full"], consumer_warps)
+                cute.arch.mbarrier_init(pointers["out_free"], 1)
+        if tid == 0:
+            ptx.shared_store(at["poisoned"], U32(0))
+            if cutlass.const_expr(self.spec.trace):
+                ptx.store_u64(events, U64(ptx.sm_id()))
+            sync.mark(self.spec, events, 1)
+        if tid < 2 * self.max_width:
+            ptx.shared_store(at["amax"] + tid * 4, U32(0))
+        mma.fill_decode_table(at["lut"], tid)
+
+    # ------------------------------------------------------------------- scheduler
+
+    @cute.jit
+    def scheduler_warp(self, at, base, w13_row_scale, w2_row_scale):
+        """Tickets to queue records, one item ahead of the consumers."""
+        workspace, fault_record, rank, budget_ns, events = base
+        offsets = self.shape.offsets
+        with cute.arch.elect_one():
+            ticket = sync.atomic(TICKET, workspace + offsets["work_ticket"], U32(1))
+            generation, epoch_base, slot_base, _ = ptx.load_u32x4(workspace + offsets["bases"])
+            env = sync.wait_env(self.spec, workspace, fault_record, rank, generation, budget_ns)
+            ok = I32(1)
+            num_blocks = U32(0)
+            if sync.read_abort(env) != U32(0):
+                ok = I32(0)
+            else:
+                ok, routes = sync.await_generation(ROUTES, workspace + offsets["routes"], env)
+                num_blocks = U32(routes)
+            sync.mark(self.spec, events, 2)
+            if ok == 0:
+                num_blocks = U32(0)
+                ptx.shared_store(at["poisoned"], U32(1))
+            num_items = self.order.num_items(num_blocks)
+            q, free_parity, taken_parity, go = I32(0), U32(1), U32(0), I32(1)
+            while go != 0:
+                kind = U32(int(Kind.STOP))
+                slot, expert, tile, rows, width, epoch = (
+                    U32(0),
+                    U32(0),
+                    U32(0),
+                    U32(0),
+                    U32(0),
+                    U32(0),
+                )
+                if (ticket < num_items) & (ptx.shared_load(at["poisoned"]) == U32(0)):
+                    item = self.order.item(ticket, num_blocks)
+                    kind, tile = item.is_w2, item.tile
+                    place = self.shape.ring.place(slot_base, item.block)
+                    slot = self.shape.ring.slot(place)
+                    epoch = self.shape.ring.epoch(epoch_base, place)
+                    entry = ptx.load_u32(workspace + offsets["block_table"] + I64(item.block) * 4)
+                    expert, rows = BlockEntry.EXPERT.get(entry), BlockEntry.ROWS.get(entry)
+                    width = self.narrowest_width(rows)
+                ptx.mbarrier_wait(at["item_free"] + q * 8, free_parity)
+                record = at["records"] + q * (RECORD_WORDS * 4)
+                for word, value in (
+                    (Word.KIND, kind),
+                    (Word.SLOT, slot),
+                    (Word.EXPERT, expert),
+                    (Word.TILE, tile),
+                    (Word.ROWS, rows),
+                    (Word.WIDTH, width),
+                    (Word.EPOCH, epoch),
+                ):
+                    ptx.shared_store(record + int(word) * 4, value)
+                ptx.mbarrier_arrive(at["item"] + q * 8)
+                if kind == U32(int(Kind.STOP)):
+                    go = I32(0)
+                else:
+                    scales = w13_row_scale + I64(expert * self.w1_tiles + tile) * (TILE_ROWS * 4)
+                    if kind == U32(int(Kind.W2)):
+                        scales = w2_row_scale + I64(expert * self.w2_tiles + tile) * (TILE_ROWS * 4)
+                    ptx.mbarrier_expect(at["item_data"] + q * 8, TILE_ROWS * 4)
+                    ptx.bulk_load(
+                        at["row_scales"] + q * (TILE_ROWS * 4),
+                        scales,
+                        TILE_ROWS * 4,
+                        at["item_data"] + q * 8,
+                    )
+                    ptx.mbarrier_wait(at["next_ticket"], taken_parity)
+                    taken_parity ^= 1
+                    ticket = sync.atomic(TICKET, workspace + offsets["work_ticket"], U32(1))
+                q += 1
+                if q == QUEUE_ENTRIES:
+                    q = I32(0)
+                    free_parity ^= 1
+
+    @cute.jit
+    def narrowest_width(self, rows):
+        """The narrowest tile that holds ``rows``."""
+        width = U32(self.widths[-1])
+        for i in cutlass.range_constexpr(len(self.widths) - 1):
+            candidate = self.widths[len(self.widths) - 2 - i]
+            if rows <= U32(candidate):
+                width = U32(candidate)
+        return width
+
+    # ------------------------------------------------------------------- weights
+
+    @cute.jit
+    def weights_warp(self, at, w13, w2):
+        """One bulk load per unit; never waits for tokens."""
+        with cute.arch.elect_one():
+            q, item_parity, s, parity, go = I32(0), U32(0), I32(0), U32(1), I32(1)
+            while go != 0:
+                ptx.mbarrier_wait(at["item"] + q * 8, item_parity)
+                record = at["records"] + q * (RECORD_WORDS * 4)
+                kind = ptx.shared_load(record + int(Word.KIND) * 4)
+                if kind == U32(int(Kind.STOP)):
+                    # consumers look ahead into the next stage: give them a phase to see
+                    go = I32(0)
+                    ptx.mbarrier_wait(at["empty"] + s * 8, parity)
+                    ptx.mbarrier_arrive(at["full_w"] + s * 8)
+                else:
+                    expert = ptx.shared_load(record + int(Word.EXPERT) * 4)
+                    tile = ptx.shared_load(record + int(Word.TILE) * 4)
+                    units = I32(self.w1_units)
+                    unit = I64(expert * self.w1_tiles + tile) * self.w1_units
+                    source = w13
+                    if kind == U32(int(Kind.W2)):
+                        units = I32(self.w2_units)
+                        unit = I64(expert * self.w2_tiles + tile) * self.w2_units
+                        source = w2
+                    source = source + unit * mma.UNIT_BYTES
+                    claim = units - 2
+                    if claim < 0:
+                        claim = I32(0)
+                    for k in cutlass.range(units, unroll=1):
+                        if k == claim:
+                            ptx.mbarrier_arrive(at["next_ticket"])
+                        ptx.mbarrier_wait(at["empty"] + s * 8, parity)
+                        ptx.mbarrier_expect(at["full_w"] + s * 8, mma.UNIT_BYTES)
+                        ptx.bulk_load(
+                            at["w"] + s * mma.UNIT_BYTES,
+                            source,
+                            mma.UNIT_BYTES,
+                            at["full_w"] + s * 8,
+                            evict_first=True,
+                        )
+                        source += mma.UNIT_BYTES
+                        s += 1
+                        if s == self.stages:
+                            s = I32(0)
+                            parity ^= 1
+                q += 1
+                if q == QUEUE_ENTRIES:
+                    q = I32(0)
+                    item_parity ^= 1
+
+    # ------------------------------------------------------------------- tokens
+
+    @cute.jit
+    def tokens_warp(self, at, base, maps):
+        """Token tiles and scales; the only warp that waits for other CTAs while items run."""
+        workspace, fault_record, rank, budget_ns, events = base
+        offsets = self.shape.offsets
+        with cute.arch.elect_one():
+            generation = ptx.load_u32(workspace + offsets["bases"])
+            env = sync.wait_env(self.spec, workspace, fault_record, rank, generation, budget_ns)
+            q, item_parity, s, parity, go = I32(0), U32(0), I32(0), U32(1), I32(1)
+            ok = I32(1)
+            first = I32(1)
+            while go != 0:
+                ptx.mbarrier_wait(at["item"] + q * 8, item_parity)
+                record = at["records"] + q * (RECORD_WORDS * 4)
+                kind = ptx.shared_load(record + int(Word.KIND) * 4)
+                slot = ptx.shared_load(record + int(Word.SLOT) * 4)
+                width = ptx.shared_load(record + int(Word.WIDTH) * 4)
+                epoch = ptx.shared_load(record + int(Word.EPOCH) * 4)
+                data = at["item_data"] + q * 8
+                if kind == U32(int(Kind.STOP)):
+                    go = I32(0)
+                elif kind == U32(int(Kind.W1)):
+                    if ok != 0:
+                        ok = sync.await_reached(
+                            FULL,
+                            workspace + offsets["token_ring_full"] + I64(slot) * 4,
+                            self.shape.ring.full_target(epoch),
+                            slot,
+                            U32(NO_PEER),
+                            env,
+                        )
+                        sync.after_observe(FULL)
+                    if ok != 0:
+                        ptx.mbarrier_expect(data, self.max_width * 4)
+                        ptx.bulk_load(
+                            at["weights"] + q * (self.max_width * 4),
+                            workspace + offsets["ring_weight"] + I64(slot) * (self.max_width * 4),
+                            self.max_width * 4,
+                            data,
+                        )
+                        if first != 0:
+                            sync.mark(self.spec, events, 3)
+                            first = I32(0)
+                    else:
+                        ptx.shared_store(at["poisoned"], U32(1))
+                        ptx.mbarrier_arrive(data)
+                    for k in cutlass.range(self.w1_units, unroll=1):
+                        ptx.mbarrier_wait(at["empty"] + s * 8, parity)
+                        if ok != 0:
+                            self.load_tokens(at, workspace, maps, s, slot, width, k)
+                        else:
+                            ptx.mbarrier_arrive(at["full_x"] + s * 8)
+                        s += 1
+                        if s == self.stages:
+                            s = I32(0)
+                            parity ^= 1
+                else:
+                    ptx.mbarrier_arrive(data)
+                    seen = U64(0)
+                    odd = U64(epoch & 1)
+                    flips = odd * U64(0xFFFF_FFFF_FFFF_FFFF)
+                    for k in cutlass.range(self.w2_units, unroll=1):
+                        ptx.mbarrier_wait(at["empty"] + s * 8, parity)
+                        bits = self.unit_bits(k)
+                        if ((seen & bits) != bits) & (ok != 0):
+                            ok, bitmap = sync.await_bits(
+                                W1_DONE,
+                                workspace + offsets["w1_bitmap"] + I64(slot) * 8,
+                                bits,
+                                odd,
+                                slot,
+                                env,
+                            )
+                            sync.after_observe(W1_DONE)
+                            seen = bitmap ^ flips
+                        if ok != 0:
+                            self.load_activations(at, workspace, s, slot, width, k)
+                        else:
+                            ptx.shared_store(at["poisoned"], U32(1))
+                            ptx.mbarrier_arrive(at["full_x"] + s * 8)
+                        s += 1
+                        if s == self.stages:
+                            s = I32(0)
+                            parity ^= 1
+                q += 1
+                if q == QUEUE_ENTRIES:
+                    q = I32(0)
+                    item_parity ^= 1
+
+    @cute.jit
+    def unit_bits(self, k):
+        """Bits of the W1 bitmap that unit ``k`` of a W2 item reads."""
+        bitmap = self.shape.bitmap
+        bits = bitmap.window_bits(U64(1), U64(2 * k))
+        if cutlass.const_expr(self.w2_windows % 2 == 0):
+            bits = bits | bitmap.window_bits(U64(1), U64(2 * k + 1))
+        elif k != self.w2_units - 1:
+            bits = bits | bitmap.window_bits(U64(1), U64(2 * k + 1))
+        return bits
+
+    @cute.jit
+    def load_tokens(self, at, workspace, maps, s, slot, width, k):
+        """Two windows of a ring block by one tensor load, and their scales."""
+        rows, scales = self.max_width, self.max_width * 4
+        full = at["full_x"] + s * 8
+        ptx.mbarrier_expect(full, I32(width) * 256 + 2 * scales)
+        for i in cutlass.range_constexpr(len(self.widths)):
+            if width == U32(self.widths[i]):
+                ptx.tensor_load_3d(
+                    at["x"] + s * (rows * 256), maps[i], I32(0), I32(slot) * rows, 2 * k, full
+                )
+        ptx.bulk_load(
+            at["x_scale"] + s * (2 * scales),
+            workspace
+            + self.shape.offsets["ring_scale"]
+            + (I64(slot) * self.w1_windows + 2 * k) * scales,
+            2 * scales,
+            full,
+        )
+
+    @cute.jit
+    def load_activations(self, at, workspace, s, slot, width, k):
+        """Two windows of ``a`` and their scales; the last of an odd number is loaded twice, where
+        its second copy meets the zero weights of the pad block."""
+        rows, scales = self.max_width, self.max_width * 4
+        full = at["full_x"] + s * 8
+        offsets = self.shape.offsets
+        window_bytes = I32(width) * 128
+        source = workspace + offsets["a_rows"] + I64(slot) * (self.w2_windows * rows * 128)
+        source = source + I64(2 * k) * I64(window_bytes)
+        source_scale = (
+            workspace + offsets["a_scale"] + (I64(slot) * self.w2_windows + 2 * k) * scales
+        )
+        target = at["x"] + s * (rows * 256)
+        target_scale = at["x_scale"] + s * (2 * scales)
+        ptx.mbarrier_expect(full, 2 * window_bytes + 2 * scales)
+        if cutlass.const_expr(self.w2_windows % 2 == 0):
+            ptx.bulk_load(target, source, 2 * window_bytes, full)
+            ptx.bulk_load(target_scale, source_scale, 2 * scales, full)
+        else:
+            step, step_scale = I64(window_bytes), I64(scales)
+            if k == self.w2_units - 1:
+                step, step_scale = I64(0), I64(0)
+            ptx.bulk_load(target, source, window_bytes, full)
+            ptx.bulk_load(target + window_bytes, source + step, window_bytes, full)
+            ptx.bulk_load(target_scale, source_scale, scales, full)
+            ptx.bulk_load(target_scale + scales, source_scale + step_scale, scales, full)
+
+    # ------------------------------------------------------------------- consumers
+
+    @cute.jit
+    def consumer_warps(self, at, pointers, tid, warpgroup, events):
+        """Items through the tensor core; all consumer warps do the same."""
+        t, lane = tid % 128, tid % 32
+        words = mma.make_words(self.subtiles)
+        scale_bytes = cute.make_rmem_tensor(cute.make_layout(self.subtiles), U32)
+        # parities: staging buffer free, item, amax buffer
+        phases = cute.make_rmem_tensor(cute.make_layout(3), U32)
+        phases[0], phases[1], phases[2] = U32(1), U32(0), U32(0)
+        s, parity, q, go = I32(0), U32(0), I32(0), I32(1)
+        view = mma.weight_view(pointers["w"], self.subtiles, self.warpgroups, self.stages)
+        ptx.mbarrier_wait(at["full_w"], parity)
+        mma.load_words(view, words, scale_bytes, t, warpgroup, 0, s)
+        was_w1 = I32(1)
+        while go != 0:
+            ptx.mbarrier_wait(at["item"] + q * 8, phases[1])
+            record = at["records"] + q * (RECORD_WORDS * 4)
+            kind = ptx.shared_load(record + int(Word.KIND) * 4)
+            width = ptx.shared_load(record + int(Word.WIDTH) * 4)
+            slot = ptx.shared_load(record + int(Word.SLOT) * 4)
+            tile = ptx.shared_load(record + int(Word.TILE) * 4)
+            rows = ptx.shared_load(record + int(Word.ROWS) * 4)
+            if cutlass.const_expr(self.spec.trace):
+                if (tid == 0) & (kind != U32(int(Kind.W1))) & (was_w1 != 0):
+                    sync.mark(self.spec, events, 5)
+                    was_w1 = I32(0)
+            if kind == U32(int(Kind.STOP)):
+                go = I32(0)
+            units = I32(self.w1_units)
+            if kind == U32(int(Kind.W2)):
+                units = I32(self.w2_units)
+            for i in cutlass.range_constexpr(len(self.widths)):
+                if (width == U32(self.widths[i])) & (go != 0):
+                    s, parity = self.item(
+                        self.widths[i],
+                        at,
+                        pointers,
+                        (t, lane, warpgroup, q, units, kind, slot, tile, rows),
+                        words,
+                        scale_bytes,
+                        phases,
+                        s,
+                        parity,
+                    )
+            cute.arch.sync_warp()
+            with cute.arch.elect_one():
+                ptx.mbarrier_arrive(at["item_free"] + q * 8)
+            q += 1
+            if q == QUEUE_ENTRIES:
+                q = I32(0)
+                phases[1] = phases[1] ^ 1
+        ptx.mbarrier_wait(at["out_free"], phases[0])
+        if tid == 0:
+            ptx.shared_store(at["out_record"] + int(Word.KIND) * 4, U32(int(Kind.STOP)))
+        cute.arch.sync_warp()
+        with cute.arch.elect_one():
+            ptx.mbarrier_arrive(at["out_full"])
+
+    @cute.jit
+    def item(
+        self, width: cutlass.Constexpr, at, pointers, what, words, scale_bytes, phases, s, parity
+    ):
+        """One whole item of token width ``width``: main loop, epilogue, hand-over."""
+        t, lane, warpgroup, q, units, kind, slot, tile, rows = what
+        tiles = mma.TileMma(width, self.tiles, pointers, t, lane)
+        s, parity = tiles.main_loop(at, units, words, scale_bytes, warpgroup, s, parity)
+        ptx.mbarrier_wait(at["item_data"] + q * 8, phases[1])
+        ptx.mbarrier_wait(at["out_free"], phases[0])
+        if kind == U32(int(Kind.W1)):
+            self.output.w1_epilogue(width, at, pointers, tiles, t, lane, warpgroup, q, phases)
+        else:
+            self.output.w2_epilogue(width, at, pointers, tiles, t, lane, warpgroup, q)
+        if t + warpgroup == 0:
+            record = at["out_record"]
+            ptx.shared_store(record + int(Word.KIND) * 4, kind)
+            ptx.shared_store(record + int(Word.SLOT) * 4, slot)
+            ptx.shared_store(record + int(Word.TILE) * 4, tile)
+            ptx.shared_store(record + int(Word.ROWS) * 4, rows)
+            ptx.shared_store(record + int(Word.WIDTH) * 4, U32(width))
+        ptx.fence("proxy.async.shared::cta", "stage write")
+        cute.arch.sync_warp()
+        with cute.arch.elect_one():
+            ptx.mbarrier_arrive(at["out_full"])
+        phases[0] = phases[0] ^ 1
+        return s, parity
