@@ -93,7 +93,10 @@ class MoEConfig:
         Raises:
             ValueError: ``num_ranks`` is outside [1, 72], does not divide E, or leaves a rank with
                 more experts than an entry can name.
+            TypeError: ``num_ranks`` is not an ``int``.
         """
+        if isinstance(num_ranks, bool) or not isinstance(num_ranks, int):
+            raise TypeError(f"num_ranks must be an int, got {num_ranks!r}")
         _require(
             1 <= num_ranks <= MAX_RANKS,
             "num_ranks",

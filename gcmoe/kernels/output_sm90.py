@@ -56,6 +56,8 @@ class TileOutput:
             rows = ptx.shared_load(record + int(Word.ROWS) * 4)
             width = ptx.shared_load(record + int(Word.WIDTH) * 4)
             poisoned = ptx.shared_load(at["poisoned"])
+            # lane 0 frees the record for the consumers: every lane has read it before
+            cute.arch.sync_warp()
             if kind == U32(int(Kind.STOP)):
                 go = I32(0)
             else:
@@ -195,7 +197,7 @@ class TileOutput:
                     gate, up = acc[4 * j + c] * gate_scale, acc[4 * j + 2 + c] * up_scale
                     if cutlass.const_expr(limit is not None):
                         gate = ptx.min_nan(gate, F32(limit))
-                        up = ptx.max_nan(ptx.min_nan(up, F32(limit)), F32(-limit))
+                        up = ptx.max_nan(ptx.min_nan(up, F32(limit)), F32(0.0) - F32(limit))
                     sigmoid = ptx.rcp_approx(F32(1.0) + ptx.exp2_approx(gate * F32(-LOG2_E)))
                     value = gate * sigmoid * up * weights[c, j]
                     bits = ptx.bits_of(value)

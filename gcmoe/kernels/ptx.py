@@ -149,6 +149,12 @@ def popcount(a: Any, *, loc: Any = None, ip: Any = None) -> Any:
     return _emit("popc.b32 $0, $1;", [U32], [(U32, a)], True, loc, ip)
 
 
+@dsl_user_op
+def umax_u16x2(a: Any, b: Any, *, loc: Any = None, ip: Any = None) -> Any:
+    """The larger of two in each half of a word."""
+    return _emit("max.u16x2 $0, $1, $2;", [U32], [(U32, a), (U32, b)], True, loc, ip)
+
+
 # --------------------------------------------------------------------------- warp and machine
 
 

@@ -65,8 +65,8 @@ class KernelSpec:
 
         ``fault_record`` is host-mapped; ``trace`` is [grid][16] u64 and unused without ``trace``.
         """
-        head = (("peers", "peers"), ("workspace", "u64"))
-        tail = (
+        head: tuple[tuple[str, ParameterKind], ...] = (("peers", "peers"), ("workspace", "u64"))
+        tail: tuple[tuple[str, ParameterKind], ...] = (
             ("fault_record", "u64"),
             ("trace", "u64"),
             ("rank", "i32"),
@@ -84,7 +84,9 @@ class KernelSpec:
                 ("call", "i32"),
             )
         if self.role == Role.COMPUTE:
-            maps = [(f"ring_rows_{width}", "tensor_map") for width in self.tiles.widths]
+            maps: list[tuple[str, ParameterKind]] = [
+                (f"ring_rows_{width}", "tensor_map") for width in self.tiles.widths
+            ]
             return _parameters(
                 *head,
                 ("w13", "u64"),
@@ -92,7 +94,7 @@ class KernelSpec:
                 ("w2", "u64"),
                 ("w2_row_scale", "u64"),
                 *tail,
-                *maps,  # type: ignore[arg-type]
+                *maps,
             )
         return _parameters(
             *head,

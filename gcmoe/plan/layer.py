@@ -103,9 +103,12 @@ def make_plan(
     if dispatch_sms is None:
         small = config.max_tokens <= SMALL_CAPACITY
         dispatch_sms = SMALL_DISPATCH_SMS if small else LARGE_DISPATCH_SMS
-    dispatch_sms = round_up(dispatch_sms, SM_GRANULE)
+    asked, dispatch_sms = dispatch_sms, round_up(dispatch_sms, SM_GRANULE)
     if not 0 < dispatch_sms < num_sms:
-        raise ValueError(f"dispatch_sms = {dispatch_sms}: must leave some of {num_sms} SMs")
+        raise ValueError(
+            f"dispatch_sms = {asked}: positive and, rounded up to a multiple of {SM_GRANULE}, "
+            f"below the {num_sms} SMs of the GPU"
+        )
     mean_rows = config.max_tokens * num_ranks * config.top_k / config.num_experts
     tiles = NARROW_TILES if mean_rows <= NARROW_MEAN_ROWS else WIDE_TILES
     shape = WorkspaceShape(
@@ -120,12 +123,21 @@ def make_plan(
         block_rows=tiles.max_width,
         header_words=max(HEADER_WORDS, dispatch_sms),
     )
+    slot_bytes = tiles.max_width * (shape.row_stride + config.intermediate)
+    most_slots = MAX_RING_BYTES // slot_bytes
+    if most_slots < 2:
+        raise ValueError(
+            f"hidden = {config.hidden}: two ring slots of {slot_bytes} bytes exceed "
+            f"{MAX_RING_BYTES} bytes"
+        )
     if ring_slots is None:
-        slot_bytes = tiles.max_width * (shape.row_stride + config.intermediate)
-        largest = 1 << ((MAX_RING_BYTES // slot_bytes).bit_length() - 1)
+        largest = 1 << (most_slots.bit_length() - 1)
         ring_slots = max(2, min(next_power_of_two(shape.max_blocks), largest))
-    if ring_slots < 2 or ring_slots & (ring_slots - 1):
-        raise ValueError(f"ring_slots = {ring_slots}: must be a power of two of at least 2")
+    if ring_slots & (ring_slots - 1) or not 2 <= ring_slots <= most_slots:
+        raise ValueError(
+            f"ring_slots = {ring_slots}: a power of two from 2 to {most_slots}, because the ring "
+            f"is kept within {MAX_RING_BYTES} bytes"
+        )
     share = round_up(num_ranks * shape.entry_capacity, dispatch_sms) // dispatch_sms
     if share > MAX_SHARE_ROWS:
         raise ValueError(

@@ -165,6 +165,8 @@ EMPTY = Edge(
     read_proxy_fence="async.global",
     payload=(
         Payload("ring_rows", "async", "async"),
+        Payload("ring_scale", "generic", "async"),
+        Payload("ring_weight", "generic", "async"),
         Payload("ring_meta", "generic", "generic"),
     ),
     meaning="W2 columns of this slot are finished and nothing reads its rows any more",

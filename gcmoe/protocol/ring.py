@@ -114,7 +114,8 @@ class W1Bitmap:
         return ALL_ONES_64 >> (64 - self.intermediate // UNIT_COLUMNS)
 
     def window_bits(self, one: Any, window: Any) -> Any:
-        """The two bits of a 128-column window; ``one`` is a 64-bit word of value 1."""
+        """The two bits of a 128-column window; ``one`` is a 64-bit word of value 1, ``window`` one
+        of 64 bits too or an int."""
         return (one + 2) << (window * 2)
 
     def is_complete(self, bitmap: Any, bits: Any, odd_epoch: Any) -> Any:

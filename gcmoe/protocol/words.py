@@ -96,7 +96,7 @@ class Word:
         return self.value >= self._other(other)
 
     def __hash__(self) -> int:
-        return hash((self.BITS, self.value))
+        return hash(self.value)  # equal to the int it compares equal to
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.value:#x})"

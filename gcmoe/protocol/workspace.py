@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+from gcmoe.protocol.codecs import BlockEntry
 from gcmoe.protocol.ring import WINDOW_COLUMNS, Arrivals, TokenRing, W1Bitmap
 
 LINE = 128
@@ -69,6 +70,18 @@ class WorkspaceShape:
                 f"block_rows = {self.block_rows}: a power of two of at most "
                 f"slot_rows = {self.slot_rows}"
             )
+        if self.slot_rows >= BlockEntry.ROWS.limit:
+            raise ValueError(
+                f"slot_rows = {self.slot_rows}: below {BlockEntry.ROWS.limit}, because the block "
+                f"table has {BlockEntry.ROWS.bits} bits for the rows of a block"
+            )
+        for name in ("top_k", "max_tokens", "num_ranks", "local_experts", "header_words"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} = {getattr(self, name)}: must be positive")
+        if self.hidden < 1 or self.hidden % WINDOW_COLUMNS:
+            raise ValueError(f"hidden = {self.hidden}: a positive multiple of {WINDOW_COLUMNS}")
+        # The parts check the rest.
+        _ = self.ring, self.bitmap
 
     @property
     def ring(self) -> TokenRing:
@@ -99,9 +112,11 @@ class WorkspaceShape:
 
     @property
     def max_blocks(self) -> int:
-        """Blocks of one replay in the worst case."""
+        """Blocks of one replay in the worst case: as many experts as possible with one row each,
+        and all other rows in full blocks."""
         entries = self.num_ranks * self.entry_capacity
-        return entries // self.block_rows + min(self.local_experts, entries)
+        experts = min(self.local_experts, entries)
+        return (entries - experts) // self.block_rows + experts
 
     @cached_property
     def regions(self) -> tuple[Region, ...]:
@@ -114,7 +129,7 @@ class WorkspaceShape:
             ("combine_arrivals", "u32", 1, 4, remote_cell, "cumulative rows x 64-column units"),
             ("work_ticket", "u32", 1, 4, cell, "next work item"),
             ("finalize_done", "u32", 1, 4, cell, "CTAs of finalize, modulo its grid"),
-            ("in_flight", "u32", 1, 4, cell, "generation of the running replay, 0 between"),
+            ("in_flight", "u32", 1, 4, cell, "generation | 1 of the running replay, 0 between"),
             ("abort", "u32", 1, 4, remote_cell, "sticky"),
             ("fault", "u32", 1, 4, cell, "claimed by the first waiter that expires"),
             ("routes", "u64", 1, 8, cell, "RoutesHeader"),
