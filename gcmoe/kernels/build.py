@@ -82,17 +82,6 @@ def parameter_size(parameter: Parameter, num_ranks: int) -> tuple[int, int]:
     return {"u64": (8, 8), "i64": (8, 8), "i32": (4, 4), "tensor_map": (128, 64)}[parameter.kind]
 
 
-def parameter_layout(spec: KernelSpec) -> list[tuple[int, int]]:
-    """(byte offset, bytes) of every parameter in the kernel's parameter block."""
-    layout, offset = [], 0
-    for parameter in spec.parameters:
-        size, align = parameter_size(parameter, spec.shape.num_ranks)
-        offset = -(-offset // align) * align
-        layout.append((offset, size))
-        offset += size
-    return layout
-
-
 _ENTRY = re.compile(r"\.entry\s+([\w$]+)\s*\((.*?)\)", re.DOTALL)
 _PARAM = re.compile(r"\.param\s+(?:\.align\s+(\d+)\s+)?\.([a-z]\d+)\s*(.*)", re.DOTALL)
 
@@ -137,21 +126,32 @@ def check_ptx(ptx: str, spec: KernelSpec) -> None:
             )
 
 
-def cubin_registers(cubin: bytes, symbol: str) -> int | None:
-    """Registers per thread at launch: the top byte of ``sh_info`` of the kernel's section."""
+def cubin_registers(cubin: bytes) -> int | None:
+    """Registers per thread at launch, of a cubin with one kernel; None where it does not tell."""
     try:
         (table,) = struct.unpack_from("<Q", cubin, 40)
         entry_size, count, names_index = struct.unpack_from("<HHH", cubin, 58)
-        sections = [
-            struct.unpack_from("<IIQQQQIIQQ", cubin, table + i * entry_size) for i in range(count)
+        headers = [
+            struct.unpack_from("<IIQQQQ", cubin, table + i * entry_size) for i in range(count)
         ]
-        names = sections[names_index][4]
-        for section in sections:
-            start = names + section[0]
-            if cubin[start : cubin.index(b"\0", start)] == b".text." + symbol.encode():
-                return section[7] >> 24 or None
+        names = headers[names_index][4]
+        for name, _, _, _, offset, size in headers:
+            start = names + name
+            if cubin[start : cubin.index(b"\0", start)] == b".nv.info":
+                return _register_attribute(cubin[offset : offset + size])
     except (struct.error, ValueError, IndexError):
-        return None
+        pass
+    return None
+
+
+def _register_attribute(info: bytes) -> int | None:
+    """The value of EIATTR_REGCOUNT in ``.nv.info``: records of format, attribute, size, payload."""
+    sized_value, register_count, at = 4, 0x2F, 0
+    while at + 4 <= len(info):
+        form, attribute, size = struct.unpack_from("<BBH", info, at)
+        if (form, attribute) == (sized_value, register_count):
+            return int(struct.unpack_from("<II", info, at + 4)[1])
+        at += 4 + (size if form == sized_value else 0)
     return None
 
 
@@ -189,7 +189,7 @@ def compile_kernel(spec: KernelSpec) -> CompiledKernel:
         compiled = cute.compile(kernel, *kernel.example_arguments(), options=options)
         ptx, cubin = compiled.__ptx__, bytes(compiled.__cubin__)
     check_ptx(ptx, spec)
-    registers = cubin_registers(cubin, spec.symbol)
+    registers = cubin_registers(cubin)
     return CompiledKernel(
         spec.role, spec.symbol, cubin, int(kernel.threads), int(kernel.smem_bytes), registers
     )
@@ -351,9 +351,7 @@ def find(spec: KernelSpec, cache_dir: Path, version: str | None) -> CompiledKern
     return None
 
 
-def get_kernel(
-    spec: KernelSpec, cache_dir: str | os.PathLike[str] | None = None
-) -> CompiledKernel:
+def get_kernel(spec: KernelSpec, cache_dir: str | os.PathLike[str] | None = None) -> CompiledKernel:
     """The kernel of ``spec``: from the cache, else compiled and stored.
 
     Args:

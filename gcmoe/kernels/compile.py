@@ -68,10 +68,8 @@ def compile_layer(
     config: MoEConfig, ranks: int, ns: argparse.Namespace, out: str
 ) -> list[tuple[str, ...]]:
     """Compile or find the kernels of one capacity; a row of the report for each."""
-    plan = make_plan(
-        config, ranks, ns.sms, dispatch_sms=ns.dispatch_sms, ring_slots=ns.ring_slots
-    )
-    rows = []
+    plan = make_plan(config, ranks, ns.sms, dispatch_sms=ns.dispatch_sms, ring_slots=ns.ring_slots)
+    rows: list[tuple[str, ...]] = []
     for spec in kernel_specs(plan, ns.arch, trace=ns.trace):
         start = time.perf_counter()
         kernel = get_kernel(spec, out)

@@ -12,17 +12,15 @@ from gcmoe.kernels import mma_sm90 as mma
 from gcmoe.kernels import ptx, sync
 from gcmoe.kernels.output_sm90 import STAGE_STRIDE, TILE_ROWS, TileOutput
 from gcmoe.kernels.params import PeerTable
-from gcmoe.kernels.records import RECORD_WORDS, Kind, Word
+from gcmoe.kernels.records import QUEUE_ENTRIES, RECORD_WORDS, Kind, Word
 from gcmoe.kernels.spec import TRACE_WORDS, KernelSpec
+from gcmoe.kernels.tokens_sm90 import TokenFeed
 from gcmoe.protocol import BlockEntry, WorkOrder
-from gcmoe.protocol.edges import FULL, ROUTES, TICKET, W1_DONE
-from gcmoe.protocol.faults import NO_PEER
+from gcmoe.protocol.edges import ROUTES, TICKET
 
 U8, U32, U64 = cutlass.Uint8, cutlass.Uint32, cutlass.Uint64
 I32, I64, F32, BF16 = cutlass.Int32, cutlass.Int64, cutlass.Float32, cutlass.BFloat16
 F8 = cutlass.Float8E4M3FN
-
-QUEUE_ENTRIES = 4
 
 
 class ComputeKernel:
@@ -72,6 +70,7 @@ class ComputeKernel:
         self.w1_tiles = shape.intermediate // 128
         self.w2_tiles = shape.hidden // TILE_ROWS
         self.order = WorkOrder(shape.num_slots, self.w1_tiles, self.w2_tiles)
+        self.feed = TokenFeed(spec)
         self.output = TileOutput(spec)
         self.fields = self._storage()
         self.Storage = cute.struct(type("Storage", (), {"__annotations__": self.fields}))
@@ -210,7 +209,7 @@ class ComputeKernel:
                 self.weights_warp(at, w13, w2)
             elif warp == first_warp + 1:
                 maps = [m.get_ptr().toint() for m in (map0, map1, map2, map3)]
-                self.tokens_warp(at, base, maps)
+                self.feed.tokens_warp(at, base, maps)
             elif warp == first_warp + 2:
                 self.output.publisher_warp(at, workspace, tid % 32, events)
             else:
@@ -383,156 +382,6 @@ class ComputeKernel:
                 if q == QUEUE_ENTRIES:
                     q = I32(0)
                     item_parity ^= 1
-
-    # ------------------------------------------------------------------- tokens
-
-    @cute.jit
-    def tokens_warp(self, at, base, maps):
-        """Token tiles and scales; the only warp that waits for other CTAs while items run."""
-        workspace, fault_record, rank, budget_ns, events = base
-        offsets = self.shape.offsets
-        with cute.arch.elect_one():
-            generation = ptx.load_u32(workspace + offsets["bases"])
-            env = sync.wait_env(self.spec, workspace, fault_record, rank, generation, budget_ns)
-            q, item_parity, s, parity, go = I32(0), U32(0), I32(0), U32(1), I32(1)
-            ok = I32(1)
-            first = I32(1)
-            while go != 0:
-                ptx.mbarrier_wait(at["item"] + q * 8, item_parity)
-                record = at["records"] + q * (RECORD_WORDS * 4)
-                kind = ptx.shared_load(record + int(Word.KIND) * 4)
-                slot = ptx.shared_load(record + int(Word.SLOT) * 4)
-                width = ptx.shared_load(record + int(Word.WIDTH) * 4)
-                epoch = ptx.shared_load(record + int(Word.EPOCH) * 4)
-                data = at["item_data"] + q * 8
-                if kind == U32(int(Kind.STOP)):
-                    go = I32(0)
-                elif kind == U32(int(Kind.W1)):
-                    if ok != 0:
-                        ok = sync.await_reached(
-                            FULL,
-                            workspace + offsets["token_ring_full"] + I64(slot) * 4,
-                            self.shape.ring.full_target(epoch),
-                            slot,
-                            U32(NO_PEER),
-                            env,
-                        )
-                        sync.after_observe(FULL)
-                    if ok != 0:
-                        ptx.mbarrier_expect(data, self.max_width * 4)
-                        ptx.bulk_load(
-                            at["weights"] + q * (self.max_width * 4),
-                            workspace + offsets["ring_weight"] + I64(slot) * (self.max_width * 4),
-                            self.max_width * 4,
-                            data,
-                        )
-                        if first != 0:
-                            sync.mark(self.spec, events, 3)
-                            first = I32(0)
-                    else:
-                        ptx.shared_store(at["poisoned"], U32(1))
-                        ptx.mbarrier_arrive(data)
-                    for k in cutlass.range(self.w1_units, unroll=1):
-                        ptx.mbarrier_wait(at["empty"] + s * 8, parity)
-                        if ok != 0:
-                            self.load_tokens(at, workspace, maps, s, slot, width, k)
-                        else:
-                            ptx.mbarrier_arrive(at["full_x"] + s * 8)
-                        s += 1
-                        if s == self.stages:
-                            s = I32(0)
-                            parity ^= 1
-                else:
-                    ptx.mbarrier_arrive(data)
-                    seen = U64(0)
-                    odd = U64(epoch & 1)
-                    flips = odd * U64(0xFFFF_FFFF_FFFF_FFFF)
-                    for k in cutlass.range(self.w2_units, unroll=1):
-                        ptx.mbarrier_wait(at["empty"] + s * 8, parity)
-                        bits = self.unit_bits(k)
-                        if ((seen & bits) != bits) & (ok != 0):
-                            ok, bitmap = sync.await_bits(
-                                W1_DONE,
-                                workspace + offsets["w1_bitmap"] + I64(slot) * 8,
-                                bits,
-                                odd,
-                                slot,
-                                env,
-                            )
-                            sync.after_observe(W1_DONE)
-                            seen = bitmap ^ flips
-                        if ok != 0:
-                            self.load_activations(at, workspace, s, slot, width, k)
-                        else:
-                            ptx.shared_store(at["poisoned"], U32(1))
-                            ptx.mbarrier_arrive(at["full_x"] + s * 8)
-                        s += 1
-                        if s == self.stages:
-                            s = I32(0)
-                            parity ^= 1
-                q += 1
-                if q == QUEUE_ENTRIES:
-                    q = I32(0)
-                    item_parity ^= 1
-
-    @cute.jit
-    def unit_bits(self, k):
-        """Bits of the W1 bitmap that unit ``k`` of a W2 item reads."""
-        bitmap = self.shape.bitmap
-        bits = bitmap.window_bits(U64(1), U64(2 * k))
-        if cutlass.const_expr(self.w2_windows % 2 == 0):
-            bits = bits | bitmap.window_bits(U64(1), U64(2 * k + 1))
-        elif k != self.w2_units - 1:
-            bits = bits | bitmap.window_bits(U64(1), U64(2 * k + 1))
-        return bits
-
-    @cute.jit
-    def load_tokens(self, at, workspace, maps, s, slot, width, k):
-        """Two windows of a ring block by one tensor load, and their scales."""
-        rows, scales = self.max_width, self.max_width * 4
-        full = at["full_x"] + s * 8
-        ptx.mbarrier_expect(full, I32(width) * 256 + 2 * scales)
-        for i in cutlass.range_constexpr(len(self.widths)):
-            if width == U32(self.widths[i]):
-                ptx.tensor_load_3d(
-                    at["x"] + s * (rows * 256), maps[i], I32(0), I32(slot) * rows, 2 * k, full
-                )
-        ptx.bulk_load(
-            at["x_scale"] + s * (2 * scales),
-            workspace
-            + self.shape.offsets["ring_scale"]
-            + (I64(slot) * self.w1_windows + 2 * k) * scales,
-            2 * scales,
-            full,
-        )
-
-    @cute.jit
-    def load_activations(self, at, workspace, s, slot, width, k):
-        """Two windows of ``a`` and their scales; the last of an odd number is loaded twice, where
-        its second copy meets the zero weights of the pad block."""
-        rows, scales = self.max_width, self.max_width * 4
-        full = at["full_x"] + s * 8
-        offsets = self.shape.offsets
-        window_bytes = I32(width) * 128
-        source = workspace + offsets["a_rows"] + I64(slot) * (self.w2_windows * rows * 128)
-        source = source + I64(2 * k) * I64(window_bytes)
-        source_scale = (
-            workspace + offsets["a_scale"] + (I64(slot) * self.w2_windows + 2 * k) * scales
-        )
-        target = at["x"] + s * (rows * 256)
-        target_scale = at["x_scale"] + s * (2 * scales)
-        ptx.mbarrier_expect(full, 2 * window_bytes + 2 * scales)
-        if cutlass.const_expr(self.w2_windows % 2 == 0):
-            ptx.bulk_load(target, source, 2 * window_bytes, full)
-            ptx.bulk_load(target_scale, source_scale, 2 * scales, full)
-        else:
-            step, step_scale = I64(window_bytes), I64(scales)
-            if k == self.w2_units - 1:
-                step, step_scale = I64(0), I64(0)
-            ptx.bulk_load(target, source, window_bytes, full)
-            ptx.bulk_load(target + window_bytes, source + step, window_bytes, full)
-            ptx.bulk_load(target_scale, source_scale, scales, full)
-            ptx.bulk_load(target_scale + scales, source_scale + step_scale, scales, full)
 
     # ------------------------------------------------------------------- consumers
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from enum import IntEnum
 
+QUEUE_ENTRIES = 4
 RECORD_WORDS = 8
 
 

@@ -1,0 +1,342 @@
+"""Finalize: wait for this rank's contributions, sum them, write y, advance the generation."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import Any
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+
+from gcmoe.kernels import ptx, sync
+from gcmoe.kernels.dispatch_memory import at
+from gcmoe.kernels.expert_ids import classify_id, load_expert_id
+from gcmoe.kernels.params import PeerTable
+from gcmoe.kernels.spec import TRACE_WORDS, KernelSpec
+from gcmoe.protocol import RoutesHeader
+from gcmoe.protocol.edges import ARRIVALS, DONE
+from gcmoe.protocol.faults import NO_PEER
+
+U32, U64, I32, I64 = cutlass.Uint32, cutlass.Uint64, cutlass.Int32, cutlass.Int64
+
+WARP = 32
+THREADS = 512
+CHUNK_COLUMNS = 8
+SLOTS_IN_FLIGHT = 8
+NAN_PAIR = 0x7FFF_7FFF
+
+
+class Word(IntEnum):
+    """Words of shared memory; thread 0 writes all but the count."""
+
+    VALID = 0
+    ABORT = 1
+    GENERATION = 2
+    EPOCH_BASE = 3
+    SLOT_BASE = 4
+    ARRIVALS_BASE = 5
+    ARRIVED = 6
+
+
+class Trace(IntEnum):
+    """Words of a CTA's trace record; nanoseconds but for the first."""
+
+    SM = 0
+    START = 1
+    ARRIVED = 2
+    END = 3
+
+
+class FinalizeKernel:
+    """Any number of CTAs of 512 threads.
+
+    1. Thread 0 reads bases and abort while all threads count the valid ids. Barriers.
+    2. Thread 0 waits until that many rows have arrived. Barrier.
+    3. Every thread sums its share of (token, 8 columns): FP32, ascending slots, one rounding to
+       BF16. After a failed wait, or with abort set, the share is NaN.
+    4. Barrier; thread 0 counts its CTA as done, also a poisoned one. The last CTA of the grid
+       advances the bases, unless abort is set.
+
+    Timeline::
+
+        bases, ids | count | wait ------ arrivals | combine rows (one latency) | y | done | advance
+
+    The ids of a thread's first share are read before the wait, so that only the combine rows lie
+    behind it.
+    """
+
+    threads = THREADS
+
+    def __init__(self, spec: KernelSpec) -> None:
+        self.spec = spec
+        self.smem_bytes = 128
+        self.chunks = spec.shape.hidden // CHUNK_COLUMNS
+        self.kernel.set_name_prefix(
+            spec.symbol.removesuffix("_0"), remove_cutlass_symbol=True, keep_mangled_name=False
+        )
+
+    def example_arguments(self) -> tuple[Any, ...]:
+        pointers = [I64(0)] * 5
+        scalars = [I32(0), I64(0), I32(0), I32(0)]
+        return (PeerTable(self.spec.shape.num_ranks), *pointers, *scalars, cuda.CUstream(0))
+
+    @cute.jit
+    def __call__(
+        self,
+        peers: PeerTable,
+        workspace: I64,
+        topk_ids: I64,
+        y: I64,
+        fault_record: I64,
+        trace: I64,
+        rank: I32,
+        spin_budget_ns: I64,
+        num_tokens: I32,
+        ids_are_int64: I32,
+        stream: cuda.CUstream,
+    ):
+        self.kernel(
+            peers,
+            workspace,
+            topk_ids,
+            y,
+            fault_record,
+            trace,
+            rank,
+            spin_budget_ns,
+            num_tokens,
+            ids_are_int64,
+        ).launch(grid=[1, 1, 1], block=[THREADS, 1, 1], stream=stream)
+
+    @cute.kernel
+    def kernel(
+        self,
+        peers: PeerTable,
+        workspace: I64,
+        topk_ids: I64,
+        y: I64,
+        fault_record: I64,
+        trace: I64,
+        rank: I32,
+        spin_budget_ns: I64,
+        num_tokens: I32,
+        ids_are_int64: I32,
+    ):
+        memory = cutlass.memory.SmemAllocator().allocate_array(
+            cutlass.Uint32, len(Word), byte_alignment=16
+        )
+        tid, _, _ = cute.arch.thread_idx()
+        cta, _, _ = cute.arch.block_idx()
+        ctas, _, _ = cute.arch.grid_dim()
+        s = {
+            "workspace": workspace,
+            "ids": topk_ids,
+            "y": y,
+            "fault_record": fault_record,
+            "trace": trace,
+            "rank": U32(rank),
+            "budget_ns": spin_budget_ns,
+            "num_ids": U32(num_tokens) * self.spec.shape.top_k,
+            "num_chunks": U32(num_tokens) * self.chunks,
+            "ids_are_int64": ids_are_int64,
+            "smem": memory.toint(),
+            "tid": U32(tid),
+            "cta": U32(cta),
+            "ctas": U32(ctas),
+        }
+        if cutlass.const_expr(self.spec.trace):
+            if tid == 0:
+                record = at(trace, 0, cta, 8 * TRACE_WORDS)
+                ptx.store_u64(record + 8 * int(Trace.SM), U64(ptx.sm_id()))
+        self.stamp(s, Trace.START)
+        if tid == 0:
+            self.read_bases(s)
+        count = self.count_valid(s)
+        share = self.first_share(s)
+        slots = self.valid_slots(s, share)
+        cute.arch.sync_threads()
+        lane = U32(tid % WARP)
+        if lane == 0:
+            ptx.shared_add(self.word(s, Word.VALID), count)
+        cute.arch.sync_threads()
+        if tid == 0:
+            self.await_arrivals(s)
+        cute.arch.sync_threads()
+        self.stamp(s, Trace.ARRIVED)
+        if ptx.shared_load(self.word(s, Word.ARRIVED)) != U32(0):
+            self.write_sums(s, share, slots)
+        else:
+            self.write_nan(s, share)
+        cute.arch.sync_threads()
+        if tid == 0:
+            self.finish(s)
+        self.stamp(s, Trace.END)
+
+    @cute.jit
+    def stamp(self, s: dict, word: cutlass.Constexpr):
+        """Thread 0 stores the time; nothing is emitted without ``spec.trace``."""
+        if cutlass.const_expr(self.spec.trace):
+            if s["tid"] == 0:
+                record = at(s["trace"], 0, s["cta"], 8 * TRACE_WORDS)
+                ptx.store_u64(record + 8 * int(word), U64(ptx.global_timer()))
+
+    def word(self, s: dict[str, Any], word: int) -> Any:
+        """Shared address of a word."""
+        return s["smem"] + I32(4 * int(word))
+
+    def wait_env(self, s: dict[str, Any], generation: Any) -> dict[str, Any]:
+        return sync.wait_env(
+            self.spec, s["workspace"], s["fault_record"], s["rank"], generation, s["budget_ns"]
+        )
+
+    # ----------------------------------------------------------------------- before the wait
+
+    @cute.jit
+    def read_bases(self, s: dict):
+        """Thread 0, before the first barrier."""
+        bases = s["workspace"] + self.spec.shape.offsets["bases"]
+        generation, epoch_base, slot_base, arrivals_base = ptx.load_u32x4(bases)
+        abort = sync.read_abort(self.wait_env(s, U32(0)))
+        ptx.shared_store(self.word(s, Word.VALID), U32(0))
+        ptx.shared_store(self.word(s, Word.ABORT), abort)
+        ptx.shared_store(self.word(s, Word.GENERATION), generation)
+        ptx.shared_store(self.word(s, Word.EPOCH_BASE), epoch_base)
+        ptx.shared_store(self.word(s, Word.SLOT_BASE), slot_base)
+        ptx.shared_store(self.word(s, Word.ARRIVALS_BASE), arrivals_base)
+
+    @cute.jit
+    def count_valid(self, s: dict):
+        """Valid ids that this warp reads, the same in all lanes; the CTA reads all ids."""
+        count = U32(0)
+        index = s["tid"]
+        while index < s["num_ids"]:
+            low, high = load_expert_id(s["ids"], index, s["num_ids"], s["ids_are_int64"])
+            valid, _ = classify_id(low, high, s["ids_are_int64"], self.spec.num_experts)
+            count += U32(valid)
+            index += U32(THREADS)
+        for i in cutlass.range_constexpr(5):
+            count += cute.arch.shuffle_sync_bfly(count, 16 >> i)
+        return count
+
+    def first_share(self, s: dict[str, Any]) -> Any:
+        """A thread's first chunk. Consecutive warps lie in different CTAs: few tokens then use all
+        SMs."""
+        warp = s["tid"] // U32(WARP)
+        return (warp * s["ctas"] + s["cta"]) * WARP + s["tid"] % U32(WARP)
+
+    @cute.jit
+    def valid_slots(self, s: dict, chunk: Any):
+        """One bit per slot of the chunk's token that has an expert."""
+        top_k = self.spec.shape.top_k
+        slots = U32(0)
+        if chunk < s["num_chunks"]:
+            first = chunk // U32(self.chunks) * U32(top_k)
+            ids = [
+                load_expert_id(s["ids"], first + U32(i), s["num_ids"], s["ids_are_int64"])
+                for i in range(top_k)
+            ]
+            for i in cutlass.range_constexpr(top_k):
+                valid, _ = classify_id(*ids[i], s["ids_are_int64"], self.spec.num_experts)
+                slots = slots | (U32(valid) << i)
+        return slots
+
+    @cute.jit
+    def await_arrivals(self, s: dict):
+        """Thread 0 waits for one contribution of every valid slot; with abort set for nothing."""
+        shape = self.spec.shape
+        ok = I32(0)
+        if ptx.shared_load(self.word(s, Word.ABORT)) == U32(0):
+            generation = ptx.shared_load(self.word(s, Word.GENERATION))
+            ok = sync.await_reached(
+                ARRIVALS,
+                s["workspace"] + shape.offsets["combine_arrivals"],
+                self.arrivals_target(s),
+                U32(0),
+                U32(NO_PEER),
+                self.wait_env(s, generation),
+            )
+        ptx.shared_store(self.word(s, Word.ARRIVED), U32(ok))
+
+    def arrivals_target(self, s: dict[str, Any]) -> Any:
+        base = ptx.shared_load(self.word(s, Word.ARRIVALS_BASE))
+        valid = ptx.shared_load(self.word(s, Word.VALID))
+        return self.spec.shape.arrivals.target(base, valid)
+
+    # ----------------------------------------------------------------------- after the wait
+
+    @cute.jit
+    def write_sums(self, s: dict, share: Any, slots: Any):
+        chunk = share
+        while chunk < s["num_chunks"]:
+            slots = self.write_sum(s, chunk, slots)
+            chunk += s["ctas"] * THREADS
+
+    @cute.jit
+    def write_sum(self, s: dict, chunk: Any, slots: Any):
+        """Sum 8 columns of a token. An unused slot adds +0, which changes no sum that began at +0;
+        its memory is not read. Returns the slots of the thread's next chunk, whose ids are loaded
+        while the combine rows are under way."""
+        shape = self.spec.shape
+        top_k = shape.top_k
+        token = chunk // U32(self.chunks)
+        offset = I64(chunk - token * self.chunks) * (2 * CHUNK_COLUMNS)
+        row = at(s["workspace"], shape.offsets["combine"], token * top_k, 2 * shape.hidden) + offset
+        sums = [cutlass.Float32(0.0) for _ in range(CHUNK_COLUMNS)]
+        next_slots = U32(0)
+        for first in cutlass.range_constexpr(0, top_k, SLOTS_IN_FLIGHT):
+            rows = [
+                load_slot(row + i * 2 * shape.hidden, slots & U32(1 << i))
+                for i in range(first, min(first + SLOTS_IN_FLIGHT, top_k))
+            ]
+            if cutlass.const_expr(first == 0):
+                next_slots = self.valid_slots(s, chunk + s["ctas"] * THREADS)
+            for words in rows:
+                for i, word in enumerate(words):
+                    sums[2 * i] = sums[2 * i] + ptx.float_of(word << 16)
+                    sums[2 * i + 1] = sums[2 * i + 1] + ptx.float_of(word & U32(0xFFFF_0000))
+        pairs = [ptx.bf16x2(sums[2 * i + 1], sums[2 * i]) for i in range(CHUNK_COLUMNS // 2)]
+        ptx.store_u32x4(at(s["y"], 0, chunk, 2 * CHUNK_COLUMNS), *pairs)
+        return next_slots
+
+    @cute.jit
+    def write_nan(self, s: dict, share: Any):
+        """This CTA's share of y is not known."""
+        chunk = share
+        while chunk < s["num_chunks"]:
+            pairs = [U32(NAN_PAIR)] * (CHUNK_COLUMNS // 2)
+            ptx.store_u32x4(at(s["y"], 0, chunk, 2 * CHUNK_COLUMNS), *pairs)
+            chunk += s["ctas"] * THREADS
+
+    @cute.jit
+    def finish(self, s: dict):
+        """Thread 0, behind the CTA's barrier. The counter wraps to zero with the last CTA, which is
+        the only one that still runs on this rank and advances the replay."""
+        offsets, ring = self.spec.shape.offsets, self.spec.shape.ring
+        workspace = s["workspace"]
+        last = s["ctas"] - U32(1)
+        if sync.atomic(DONE, workspace + offsets["finalize_done"], last) == last:
+            if sync.read_abort(self.wait_env(s, U32(0))) == U32(0):
+                generation = ptx.shared_load(self.word(s, Word.GENERATION))
+                epoch_base = ptx.shared_load(self.word(s, Word.EPOCH_BASE))
+                slot_base = ptx.shared_load(self.word(s, Word.SLOT_BASE))
+                routes = ptx.load_u64(workspace + offsets["routes"])
+                num_blocks = U32(RoutesHeader.NUM_BLOCKS.get(routes))
+                ptx.store_u32x4(
+                    workspace + offsets["bases"],
+                    generation + U32(1),
+                    ring.next_epoch_base(epoch_base, slot_base, num_blocks),
+                    ring.next_slot_base(slot_base, num_blocks),
+                    self.arrivals_target(s),
+                )
+                ptx.store_u32(workspace + offsets["work_ticket"], U32(0))
+                ptx.store_u32(workspace + offsets["in_flight"], U32(0))
+
+
+@cute.jit
+def load_slot(address: Any, is_used: Any):
+    """8 columns of one combine slot as four words; zeros if the slot is unused."""
+    a, b, c, d = U32(0), U32(0), U32(0), U32(0)
+    if is_used != U32(0):
+        a, b, c, d = ptx.load_u32x4(address)
+    return a, b, c, d

@@ -1,0 +1,561 @@
+"""The operator of one rank: ``MoE(config, group)``, then ``bind(weights)`` for each layer."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from dataclasses import asdict, dataclass
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from gcmoe.config import MoEConfig
+from gcmoe.errors import CaptureError, DeviceFault, OperatorClosed, UnsupportedDevice
+from gcmoe.kernels.build import get_kernel, source_digest
+from gcmoe.kernels.spec import TRACE_WORDS, KernelSpec, kernel_specs
+from gcmoe.numerics import PackedWeights
+from gcmoe.plan import LayerPlan, make_plan
+from gcmoe.protocol import FIRST_GENERATION, NUM_CALLS, Role
+from gcmoe.runtime import checks, faults
+from gcmoe.runtime import device as devices
+from gcmoe.runtime.graph import LayerGraph, replay_order
+from gcmoe.runtime.group import RankGroup
+from gcmoe.runtime.launch import Arguments
+from gcmoe.runtime.memory import (
+    HostRecord,
+    Workspace,
+    device_identity,
+    require_peer_atomics,
+)
+from gcmoe.runtime.modules import LoadedKernel, load_kernel
+from gcmoe.runtime.partition import Partition, PartitionReport, get_partition
+
+__all__ = ["Layer", "MoE", "Stats"]
+
+FINALIZE_ELEMENTS = 8 * 512  # of y, per CTA and pass: 16 bytes a thread
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """What a rank received since its operator was created or reset.
+
+    Args:
+        rows: int64 [EL] on the CPU, rows routed to each local expert.
+        bad_ids: expert ids outside [0, E) that this rank met and masked, -1 included.
+    """
+
+    rows: Tensor
+    bad_ids: int
+
+
+def finalize_grid(config: MoEConfig, compute_sms: int) -> int:
+    """CTAs of finalize: enough for a full batch, at most one per SM; constant per operator."""
+    work = -(-config.max_tokens * config.hidden // FINALIZE_ELEMENTS)
+    return max(1, min(compute_sms, work))
+
+
+def fingerprint(
+    plan: LayerPlan, kernels: dict[Role, LoadedKernel], initial: tuple[int, int, int]
+) -> dict[str, str]:
+    """What must be equal on all ranks, by name; long values as checksums."""
+
+    def checksum(value: Any) -> str:
+        text = json.dumps(value, sort_keys=True, default=str)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    values = {"config." + name: str(value) for name, value in asdict(plan.config).items()}
+    values["SMs"] = str(plan.num_sms)
+    values["dispatch_sms"] = str(plan.dispatch_sms)
+    values["ring_slots"] = str(plan.workspace.num_slots)
+    values["plan"] = checksum(asdict(plan))
+    values["initial"] = str(initial)
+    values["protocol and kernel source"] = source_digest()[:16]
+    for role, kernel in kernels.items():
+        values[f"kernel {role.name.lower()}"] = kernel.checksum[:16]
+    return values
+
+
+def require_whole_ring(plan: LayerPlan) -> None:
+    """The token ring holds every block of a replay.
+
+    Raises:
+        ValueError: it does not.
+    """
+    shape = plan.workspace
+    if shape.max_blocks > shape.num_slots:
+        raise ValueError(
+            f"serial = True needs a ring for all {shape.max_blocks} blocks of a replay, it has "
+            f"{shape.num_slots} slots: dispatch would wait for compute, which waits for dispatch"
+        )
+
+
+class MoE:
+    """The MoE layers of one rank that share a workspace.
+
+    Creation is collective: all ranks of the group create the operator with equal arguments, in the
+    same order as any other operator or rendezvous, outside any graph capture. Ranks fail together.
+
+    All calls of all operators of a device form one order, the same on all ranks, as collectives do;
+    this covers other kernels that wait for a peer. Replays of captured graphs are calls. One thread
+    uses an operator at a time. Destroy captured graphs before the operator.
+
+    Args:
+        config: the layer.
+        group: a ``torch.distributed`` process group of R ranks, one GPU each; None is one rank.
+        serial: run dispatch before compute, not beside it: slower, for debuggers and comparisons.
+            Needs a ring that holds every block of a replay.
+        dispatch_sms: SMs of the dispatch partition, rounded up by the driver; None decides by
+            capacity.
+        ring_slots: S, a power of two; None decides by capacity.
+        device: CUDA device; None is the current one.
+        cache_dir: folder of the kernel cache; None takes ``GCMOE_CACHE`` or ``~/.cache/gcmoe``.
+        trace: use kernels that record timestamps.
+        initial: (generation, epoch, arrivals) that the counters start at, for tests near 2^32.
+
+    Attributes:
+        config, group, device: as given.
+        rank, num_ranks: of the group.
+        plan: ``LayerPlan``, equal on all ranks.
+        report: ``PartitionReport``, what the driver gave this rank.
+
+    Raises:
+        UnsupportedDevice: no GPU of compute capability 9.0, an old driver, or no peer atomics.
+        KernelNotCached: a kernel is missing and cannot be compiled here.
+        ValueError: a limit is exceeded, or the ranks' arguments or builds differ; on all ranks.
+        GCMoEError: another rank failed; names it.
+    """
+
+    def __init__(
+        self,
+        config: MoEConfig,
+        group: Any | None = None,
+        *,
+        serial: bool = False,
+        dispatch_sms: int | None = None,
+        ring_slots: int | None = None,
+        device: torch.device | str | int | None = None,
+        cache_dir: str | os.PathLike[str] | None = None,
+        trace: bool = False,
+        initial: tuple[int, int, int] | None = None,
+    ) -> None:
+        if not isinstance(config, MoEConfig):
+            raise TypeError(f"config must be a MoEConfig, got {type(config).__name__}")
+        self._closed = True
+        self.config = config
+        self.group = group
+        self.serial = serial
+        self._initial = (FIRST_GENERATION, 0, 0) if initial is None else initial
+        if len(self._initial) != 3 or not all(isinstance(word, int) for word in self._initial):
+            raise TypeError(f"initial must be (generation, epoch, arrivals), got {initial!r}")
+        self._ranks = RankGroup(group)
+        self.rank, self.num_ranks = self._ranks.rank, self._ranks.size
+        # Errors that all ranks make alike need no exchange.
+        draft = make_plan(config, self.num_ranks, dispatch_sms=dispatch_sms, ring_slots=ring_slots)
+        if serial:
+            require_whole_ring(draft)
+        self.device = devices.choose_device(device)
+        self._index = -1 if self.device.index is None else self.device.index
+        with devices.guard(self.device):
+            if devices.is_capturing():
+                raise CaptureError("an operator cannot be created inside a graph capture")
+            self._ranks.together(
+                "creating the operator",
+                lambda: self._prepare(draft.dispatch_sms, ring_slots, cache_dir, trace),
+            )
+            self._ranks.require_equal(fingerprint(self.plan, self._kernels, self._initial))
+            if self.num_ranks > 1:
+                identities = self._ranks.gather(device_identity(self.device))
+                self._ranks.together(
+                    "checking the peers", lambda: require_peer_atomics(self.device, identities)
+                )
+            self._ranks.together("mapping the workspace", self._allocate)
+            self._ranks.require_equal({"workspace offset": str(self._workspace.offset)})
+        self._order = replay_order(self._index)
+        self._next_call = 0
+        self._layers: list[Layer] = []
+        self._is_warm = False
+        self._closed = False
+
+    # -------------------------------------------------------------------------------- creation
+
+    def _prepare(
+        self,
+        dispatch_sms: int,
+        ring_slots: int | None,
+        cache_dir: str | os.PathLike[str] | None,
+        trace: bool,
+    ) -> None:
+        """What needs no peer: partition, plan, kernels."""
+        devices.require_device(self.device)
+        self._partition: Partition = get_partition(self.device, dispatch_sms)
+        self.report: PartitionReport = self._partition.report
+        given, rest = self.report.dispatch_sms, self.report.compute_sms
+        self.plan = make_plan(
+            self.config,
+            self.num_ranks,
+            given + rest,
+            dispatch_sms=given,
+            ring_slots=ring_slots,
+        )
+        if self.plan.dispatch_sms != given:
+            raise UnsupportedDevice(
+                f"a dispatch partition in steps that the plan knows is required "
+                f"({self.plan.dispatch_sms} SMs); the driver gives {given}"
+            )
+        self._specs: dict[Role, KernelSpec] = {
+            spec.role: spec for spec in kernel_specs(self.plan, devices.ARCH, trace=trace)
+        }
+        self._kernels = {
+            role: load_kernel(spec, get_kernel(spec, cache_dir), self._index, self._partition)
+            for role, spec in self._specs.items()
+        }
+        self._grids = {
+            Role.DISPATCH: self.plan.dispatch_sms,
+            Role.COMPUTE: self.plan.compute_sms,
+            Role.FINALIZE: finalize_grid(self.config, self.plan.compute_sms),
+        }
+
+    def _allocate(self) -> None:
+        """Workspace, fault record and trace buffers."""
+        self._workspace = Workspace(self.plan.workspace, self.device, self._ranks)
+        self._workspace.reset_cells(*self._initial)
+        self._record = HostRecord()
+        self._traces: dict[Role, Tensor] = {}
+        for role, spec in self._specs.items():
+            if spec.trace:
+                self._traces[role] = torch.zeros(
+                    (self._grids[role], TRACE_WORDS), dtype=torch.int64, device=self.device
+                )
+        devices.synchronize(self.device)
+
+    def _arguments(self, call: int, weights: PackedWeights) -> dict[Role, Arguments]:
+        """Argument blocks of a layer, apart from what each call brings."""
+        blocks = {}
+        for role, spec in self._specs.items():
+            block = blocks[role] = Arguments(spec)
+            trace = self._traces.get(role)
+            block.set_peers(self._workspace.peers)
+            block.set(
+                workspace=self._workspace.address,
+                fault_record=self._record.device_address,
+                trace=0 if trace is None else trace.data_ptr(),
+                rank=self.rank,
+                spin_budget_ns=round(self.config.spin_budget_s * 1e9),
+            )
+        blocks[Role.DISPATCH].set(call=call)
+        compute = blocks[Role.COMPUTE]
+        compute.set(
+            w13=weights.w13.data_ptr(),
+            w13_row_scale=weights.w13_row_scale.data_ptr(),
+            w2=weights.w2.data_ptr(),
+            w2_row_scale=weights.w2_row_scale.data_ptr(),
+        )
+        compute.encode_ring_maps(self._workspace.address)
+        return blocks
+
+    # -------------------------------------------------------------------------------- public
+
+    def bind(self, packed: PackedWeights) -> Layer:
+        """A layer with these weights. All ranks bind the same layers in the same order.
+
+        The layer keeps the tensors' addresses: values written into them later, by
+        ``pack(..., out=packed)`` say, are seen by eager calls and captured graphs alike.
+
+        Args:
+            packed: this rank's EL experts, on the operator's device.
+
+        Raises:
+            OperatorClosed: after ``close()``.
+            TypeError, ValueError: not packed weights, or not of this layer's shape or device.
+        """
+        self._require_open()
+        self._check_weights(packed)
+        call = self._next_call % NUM_CALLS
+        self._next_call += 1
+        layer = Layer(self, packed, call)
+        self._layers.append(layer)
+        return layer
+
+    def stats(self) -> Stats:
+        """Rows received by each local expert, and ids masked. Waits for the device."""
+        self._require_open()
+        cells = self._workspace.view("stats").cpu().view(torch.int64)
+        return Stats(cells[:-1].clone(), int(cells[-1]))
+
+    def check(self, *, synchronize: bool = False) -> None:
+        """Raise the fault that a kernel of this rank reported. Every call does so first.
+
+        Args:
+            synchronize: wait for the device, and also report that a peer aborted a replay, which
+                only the peer's own record explains.
+
+        Raises:
+            PeerTimeout, CallMismatch, OverlappingReplays, DeviceFault: the fault; it stays until
+                ``reset()``.
+            OperatorClosed: after ``close()``.
+        """
+        self._require_open()
+        if synchronize:
+            devices.synchronize(self.device)
+        error = faults.error_of(self._record.read())
+        if error is not None:
+            raise error
+        if synchronize and bool(self._workspace.view("abort").any()):
+            raise DeviceFault(faults.ABORTED_BY_PEER)
+
+    def reset(self) -> None:
+        """Back to the state after creation, after a fault say. Collective; waits for the device.
+
+        Layers and captured graphs stay valid. ``stats()`` start again at zero.
+
+        Raises:
+            OperatorClosed: after ``close()``.
+        """
+        self._require_open()
+        with devices.guard(self.device):
+            if devices.is_capturing():
+                raise CaptureError("reset() cannot be captured")
+            devices.synchronize(self.device)
+            # Late arrivals of a rank that still runs would fall into zeroed cells.
+            self._ranks.gather("idle")
+            self._workspace.reset_cells(*self._initial)
+            self._record.clear()
+            devices.synchronize(self.device)
+            # An early header of a rank that is ahead would be lost.
+            self._ranks.gather("reset")
+
+    def close(self) -> None:
+        """Wait for this rank's calls and free what the operator owns. Not collective.
+
+        Graphs that captured its layers must not be replayed any more, by no rank.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        with devices.guard(self.device):
+            devices.synchronize(self.device)
+            for layer in self._layers:
+                layer._graph.close()
+            self._record.close()
+            self._workspace.close()
+        self._layers.clear()
+        self._traces.clear()
+
+    def workspace_view(self, region: str) -> Tensor:
+        """A region of the workspace as uint8 [bytes] that shares its memory, for tests.
+
+        Raises:
+            KeyError: ``gcmoe.protocol.WorkspaceShape`` has no such region.
+        """
+        self._require_open()
+        return self._workspace.view(region)
+
+    def trace_records(self) -> dict[Role, Tensor]:
+        """Timestamps of the last call: int64 [grid, 16] on the CPU, by role. Waits for the device.
+
+        Raises:
+            ValueError: the operator was created without ``trace``.
+        """
+        self._require_open()
+        if not self._traces:
+            raise ValueError("trace_records() needs an operator with trace = True")
+        devices.synchronize(self.device)
+        return {role: trace.cpu() for role, trace in self._traces.items()}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    # -------------------------------------------------------------------------------- checks
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise OperatorClosed("the operator is closed")
+
+    def _check_weights(self, packed: PackedWeights) -> None:
+        if not isinstance(packed, PackedWeights):
+            raise TypeError(
+                f"packed must be PackedWeights, as gcmoe.pack returns, got {type(packed).__name__}"
+            )
+        shape = self.plan.workspace
+        found = packed.num_experts, packed.hidden, packed.intermediate
+        wanted = shape.local_experts, shape.hidden, shape.intermediate
+        if found != wanted:
+            raise ValueError(
+                f"packed weights have (EL, H, I) = {found}, this layer {wanted} on each of "
+                f"{self.num_ranks} ranks"
+            )
+        for name in ("w13", "w13_row_scale", "w2", "w2_row_scale"):
+            tensor: Tensor = getattr(packed, name)
+            if tensor.device != self.device:
+                raise ValueError(f"packed.{name} is on {tensor.device}, must be on {self.device}")
+            if not tensor.is_contiguous() or tensor.data_ptr() % checks.ALIGNMENT:
+                raise ValueError(f"packed.{name} must be contiguous and aligned to 16 bytes")
+
+
+class Layer:
+    """One MoE layer: the operator with one set of weights. Made by :meth:`MoE.bind`."""
+
+    def __init__(self, op: MoE, packed: PackedWeights, call: int) -> None:
+        self.op = op
+        self.packed = packed
+        self.call = call
+        config = op.config
+        self._hidden, self._top_k, self._max_tokens = (
+            config.hidden,
+            config.top_k,
+            config.max_tokens,
+        )
+        blocks = op._arguments(call, packed)
+        dispatch, finalize = blocks[Role.DISPATCH].fields, blocks[Role.FINALIZE].fields
+        self._x, self._weights = dispatch["x"], dispatch["topk_weights"]
+        self._ids = dispatch["topk_ids"], finalize["topk_ids"]
+        self._num_tokens = dispatch["num_tokens"], finalize["num_tokens"]
+        self._int64 = dispatch["ids_are_int64"], finalize["ids_are_int64"]
+        self._y = finalize["y"]
+        self._last: tuple[Any, ...] = ()
+        with devices.guard(op.device):
+            self._graph = LayerGraph(op._kernels, blocks, op._grids, op._partition, op.serial)
+
+    def __call__(
+        self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, out: Tensor | None = None
+    ) -> Tensor:
+        """y = sum over slots of weight * expert(x), on the current stream.
+
+        All ranks make the call, also with T = 0; T may differ. Allocates nothing but y without
+        ``out``, and never waits for the device. Inside a graph capture it becomes one child graph;
+        the operator must have been called eagerly before, on all ranks, and the tensors' addresses
+        are captured.
+
+        Args:
+            x: bf16 [T, H], contiguous, T <= max_tokens.
+            topk_ids: int32 or int64 [T, k], contiguous, ids in [0, E); an id outside is skipped.
+            topk_weights: fp32 [T, k], contiguous.
+            out: bf16 [T, H], contiguous, for y; may be ``x``.
+
+        Returns:
+            bf16 [T, H]: ``out``, or a new tensor.
+
+        Raises:
+            TypeError, ValueError: a dtype, shape, device or layout is wrong; values are not read.
+            CaptureError: in a capture, before any eager call of the operator.
+            DeviceFault: an earlier call failed on the device; see :meth:`MoE.check`.
+            OperatorClosed: after ``close()``.
+        """
+        op = self.op
+        if op._closed or op._record.words[0]:
+            op.check()
+        index = op._index
+        num_tokens = self._check(x, topk_ids, topk_weights, index)
+        if out is None:
+            out = torch.empty_like(x)
+        else:
+            self._check_out(out, num_tokens, index)
+        if not devices.is_current(index):
+            with devices.guard(op.device):
+                return self._run(x, topk_ids, topk_weights, out, num_tokens)
+        return self._run(x, topk_ids, topk_weights, out, num_tokens)
+
+    def _run(
+        self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, out: Tensor, num_tokens: int
+    ) -> Tensor:
+        op, graph = self.op, self._graph
+        values = (
+            x.data_ptr(),
+            topk_ids.data_ptr(),
+            topk_weights.data_ptr(),
+            out.data_ptr(),
+            num_tokens,
+            topk_ids.dtype is torch.int64,
+        )
+        handle = devices.stream_handle(op._index)
+        if devices.is_capturing():
+            self._capture(values, handle)
+            return out
+        if values != self._last:
+            self._last = ()
+            self._store(values)
+            if graph.is_instantiated:
+                graph.update(Role.DISPATCH)
+                graph.update(Role.FINALIZE)
+            else:
+                graph.instantiate()
+            self._last = values
+        order = op._order
+        stream = order.enter(handle)
+        graph.launch(stream)
+        order.leave(handle, stream)
+        op._is_warm = True
+        return out
+
+    def _capture(self, values: tuple[Any, ...], handle: int) -> None:
+        op = self.op
+        if not op._is_warm:
+            raise CaptureError(
+                "call a layer of this operator once outside the capture, on all ranks, before the "
+                "first capture: kernels load and ranks meet in that call"
+            )
+        self._last = ()  # the eager graph does not get the arguments that the blocks get now
+        self._store(values)
+        self._graph.add_to_capture(op._order.stream_object(handle))
+
+    def _store(self, values: tuple[Any, ...]) -> None:
+        """Put what a call brings into the argument blocks."""
+        x, ids, weights, y, num_tokens, is_int64 = values
+        self._x.value, self._weights.value, self._y.value = x, weights, y
+        for side in (0, 1):
+            self._ids[side].value = ids
+            self._num_tokens[side].value = num_tokens
+            self._int64[side].value = is_int64
+
+    def _check(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, index: int) -> int:
+        """T; one chain of cheap comparisons, the message only when one fails."""
+        try:
+            num_tokens, hidden = x.shape
+            slots = (num_tokens, self._top_k)
+            id_type = topk_ids.dtype
+            if (
+                x.dtype is torch.bfloat16
+                and hidden == self._hidden
+                and num_tokens <= self._max_tokens
+                and (id_type is torch.int32 or id_type is torch.int64)
+                and topk_ids.shape == slots
+                and topk_weights.dtype is torch.float32
+                and topk_weights.shape == slots
+                and x.is_contiguous()
+                and topk_ids.is_contiguous()
+                and topk_weights.is_contiguous()
+                and x.get_device() == index
+                and topk_ids.get_device() == index
+                and topk_weights.get_device() == index
+                and not x.data_ptr() % checks.ALIGNMENT
+            ):
+                return num_tokens
+        except (AttributeError, ValueError):
+            pass  # not a tensor, or not two dimensions
+        raise checks.argument_error(
+            x, topk_ids, topk_weights, self._hidden, self._top_k, self._max_tokens, self.op.device
+        )
+
+    def _check_out(self, out: Tensor, num_tokens: int, index: int) -> None:
+        if (
+            out.dtype is torch.bfloat16
+            and out.shape == (num_tokens, self._hidden)
+            and out.is_contiguous()
+            and out.get_device() == index
+            and not out.data_ptr() % checks.ALIGNMENT
+        ):
+            return
+        raise checks.tensor_error(
+            "out", out, checks.BF16, (num_tokens, self._hidden), self._max_tokens, self.op.device
+        )

@@ -1,0 +1,89 @@
+"""The device of an operator, and the few questions a call asks the framework about it."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+
+import torch
+
+from gcmoe.errors import UnsupportedDevice
+from gcmoe.runtime import driver
+
+CAPABILITY = (9, 0)
+ARCH = "sm_90a"
+MIN_DRIVER = 13000
+
+
+REQUIRED = "GC-MoE requires a GPU of compute capability 9.0 and a driver for CUDA 13.0 or newer"
+
+
+def choose_device(device: torch.device | str | int | None) -> torch.device:
+    """The CUDA device meant, with its index; None takes the current one.
+
+    Raises:
+        UnsupportedDevice: this process has no GPU; says what was required and what was found.
+        ValueError: ``device`` is not a CUDA device.
+    """
+    if isinstance(device, int):
+        device = torch.device("cuda", device)
+    chosen = torch.device("cuda" if device is None else device)
+    if chosen.type != "cuda":
+        raise ValueError(f"device = {device!r}: must be a CUDA device")
+    if not torch.cuda.is_available():
+        built = "a CPU build" if torch.version.cuda is None else f"for CUDA {torch.version.cuda}"
+        raise UnsupportedDevice(
+            f"{REQUIRED}; found none: torch.cuda.is_available() is False (torch "
+            f"{torch.__version__}, {built})"
+        )
+    index = torch.cuda.current_device() if chosen.index is None else chosen.index
+    return torch.device("cuda", index)
+
+
+def require_device(device: torch.device) -> None:
+    """The device can run the kernels; its primary context is alive afterwards.
+
+    Raises:
+        UnsupportedDevice: not compute capability 9.0, or a driver older than CUDA 13.0; says what
+            was required and what was found.
+    """
+    capability = torch.cuda.get_device_capability(device)
+    if capability != CAPABILITY:
+        raise UnsupportedDevice(
+            f"{REQUIRED}; found {torch.cuda.get_device_name(device)} of compute capability "
+            f"{capability[0]}.{capability[1]}"
+        )
+    version = driver.version()
+    if version < MIN_DRIVER:
+        raise UnsupportedDevice(
+            f"{REQUIRED}; found a driver for CUDA {version // 1000}.{version % 1000 // 10}"
+        )
+    torch.zeros(1, device=device)
+
+
+def guard(device: torch.device) -> AbstractContextManager[object]:
+    """Makes ``device`` current."""
+    return torch.cuda.device(device)
+
+
+def is_current(index: int) -> bool:
+    return torch.cuda.current_device() == index
+
+
+def is_capturing() -> bool:
+    """Whether the current stream is being captured into a graph."""
+    return torch.cuda.is_current_stream_capturing()
+
+
+_raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+
+
+def stream_handle(index: int) -> int:
+    """Handle of the current stream of a device; 0 for the default stream."""
+    if _raw_stream is not None:
+        return int(_raw_stream(index))
+    return int(torch.cuda.current_stream(index).cuda_stream)
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device is idle."""
+    torch.cuda.synchronize(device)

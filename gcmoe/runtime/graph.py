@@ -1,0 +1,173 @@
+"""A layer replay as a graph of three kernel nodes: launched eagerly, or cloned into a capture."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+from typing import Any
+
+from gcmoe.errors import CaptureError
+from gcmoe.protocol import Role
+from gcmoe.runtime import driver
+from gcmoe.runtime.launch import Arguments
+from gcmoe.runtime.modules import LoadedKernel
+from gcmoe.runtime.partition import Partition
+
+ROLES = (Role.DISPATCH, Role.COMPUTE, Role.FINALIZE)
+
+
+def node_parameters(kernel: LoadedKernel, context: Any, grid: int, arguments: Arguments) -> Any:
+    """``CUDA_KERNEL_NODE_PARAMS`` that read ``arguments`` whenever they are used.
+
+    ``func`` stays unset: with it the driver would ignore ``ctx`` and with it the partition.
+    """
+    parameters = driver.cu.CUDA_KERNEL_NODE_PARAMS()
+    parameters.kern = kernel.kernel
+    parameters.ctx = context
+    parameters.gridDimX, parameters.gridDimY, parameters.gridDimZ = grid, 1, 1
+    parameters.blockDimX, parameters.blockDimY, parameters.blockDimZ = kernel.threads, 1, 1
+    parameters.sharedMemBytes = kernel.smem_bytes
+    parameters.kernelParams = arguments.address
+    return parameters
+
+
+class LayerGraph:
+    """dispatch and compute in parallel, finalize after both; ``serial`` adds dispatch -> compute.
+
+    Dispatch is added first. The template graph is what captures clone; the executable graph serves
+    eager calls and takes new arguments without affecting launches already enqueued.
+
+    Args:
+        kernels, arguments, grids: by role; the argument blocks are read again at every update.
+        partition: dispatch runs in its dispatch context, the other two in its compute context.
+        serial: compute starts after dispatch has ended.
+    """
+
+    def __init__(
+        self,
+        kernels: dict[Role, LoadedKernel],
+        arguments: dict[Role, Arguments],
+        grids: dict[Role, int],
+        partition: Partition,
+        serial: bool,
+    ) -> None:
+        self._arguments = arguments
+        self._parameters: dict[Role, Any] = {}
+        for role in ROLES:
+            green = partition.dispatch if role == Role.DISPATCH else partition.compute
+            self._parameters[role] = node_parameters(
+                kernels[role], green.context, grids[role], arguments[role]
+            )
+        self._graph = driver.call("cuGraphCreate", 0)
+        dispatch = self._add(Role.DISPATCH, [])
+        compute = self._add(Role.COMPUTE, [dispatch] if serial else [])
+        finalize = self._add(Role.FINALIZE, [dispatch, compute])
+        self._nodes = {Role.DISPATCH: dispatch, Role.COMPUTE: compute, Role.FINALIZE: finalize}
+        self._executable: Any = None
+
+    def _add(self, role: Role, after: list[Any]) -> Any:
+        parameters = self._parameters[role]
+        detail = role.name.lower()
+        return driver.call(
+            "cuGraphAddKernelNode", self._graph, after, len(after), parameters, detail=detail
+        )
+
+    def instantiate(self) -> None:
+        """Make the executable graph, with the arguments as they are now; at most once."""
+        if self._executable is None:
+            self.update_template()
+            self._executable = driver.call("cuGraphInstantiate", self._graph, 0)
+
+    @property
+    def is_instantiated(self) -> bool:
+        return self._executable is not None
+
+    def update(self, role: Role) -> None:
+        """Hand the arguments of one role to later launches of the executable graph."""
+        result = driver.cu.cuGraphExecKernelNodeSetParams(
+            self._executable, self._nodes[role], self._parameters[role]
+        )
+        if int(result[0]):
+            driver.check(result, "cuGraphExecKernelNodeSetParams", role.name.lower())
+
+    def update_template(self) -> None:
+        """Hand the arguments of dispatch and finalize to the template."""
+        for role in (Role.DISPATCH, Role.FINALIZE):
+            node, parameters = self._nodes[role], self._parameters[role]
+            driver.call("cuGraphKernelNodeSetParams", node, parameters, detail=role.name.lower())
+
+    def launch(self, stream: Any) -> None:
+        """Launch the executable graph on a stream."""
+        result = driver.cu.cuGraphLaunch(self._executable, stream)
+        if int(result[0]):
+            driver.check(result, "cuGraphLaunch")
+
+    def add_to_capture(self, stream: Any) -> None:
+        """Clone the template, with the arguments as they are now, into the capture of ``stream``.
+
+        Raises:
+            CaptureError: ``stream`` is not being captured, or its capture was invalidated.
+        """
+        cu = driver.cu
+        self.update_template()
+        status, _, graph, dependencies, *_ = driver.call("cuStreamGetCaptureInfo", stream)
+        if status != cu.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_ACTIVE:
+            raise CaptureError(
+                f"the stream is not being captured: {getattr(status, 'name', status)}"
+            )
+        after = list(dependencies or [])
+        child = driver.call("cuGraphAddChildGraphNode", graph, after, len(after), self._graph)
+        replace = cu.CUstreamUpdateCaptureDependencies_flags.CU_STREAM_SET_CAPTURE_DEPENDENCIES
+        driver.call("cuStreamUpdateCaptureDependencies", stream, [child], None, 1, replace)
+
+    def close(self) -> None:
+        """Destroy both graphs; clones in other graphs stay valid."""
+        if self._executable is not None:
+            driver.call("cuGraphExecDestroy", self._executable)
+            self._executable = None
+        if self._graph is not None:
+            driver.call("cuGraphDestroy", self._graph)
+            self._graph = None
+
+
+@dataclass
+class ReplayOrder:
+    """Keeps eager replays of a device in one order when the caller changes streams."""
+
+    event: Any = None
+    stream: int | None = None
+    streams: dict[int, Any] = field(default_factory=dict)
+
+    def stream_object(self, handle: int) -> Any:
+        """The driver's name for a stream handle."""
+        stream = self.streams.get(handle)
+        if stream is None:
+            stream = self.streams[handle] = driver.cu.CUstream(handle)
+        return stream
+
+    def enter(self, handle: int) -> Any:
+        """The stream object of a handle; makes a new stream wait for the previous replay."""
+        stream = self.stream_object(handle)
+        if self.event is None:
+            flag = driver.cu.CUevent_flags.CU_EVENT_DISABLE_TIMING
+            self.event = driver.call("cuEventCreate", flag)
+        elif self.stream != handle and self.stream is not None:
+            driver.call("cuStreamWaitEvent", stream, self.event, 0)
+        return stream
+
+    def leave(self, handle: int, stream: Any) -> None:
+        """Mark the end of a replay on ``stream``."""
+        result = driver.cu.cuEventRecord(self.event, stream)
+        if int(result[0]):
+            driver.check(result, "cuEventRecord")
+        self.stream = handle
+
+
+_lock = threading.Lock()
+_orders: dict[int, ReplayOrder] = {}
+
+
+def replay_order(index: int) -> ReplayOrder:
+    """The order of replays of a device, shared by its operators."""
+    with _lock:
+        return _orders.setdefault(index, ReplayOrder())

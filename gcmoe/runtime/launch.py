@@ -1,0 +1,82 @@
+"""Kernel arguments: one buffer per parameter, in the order of the spec.
+
+A node reads the buffers when it is added or updated and keeps its own copy, so a buffer may change
+at once afterwards.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+from gcmoe.kernels.spec import KernelSpec, Parameter
+from gcmoe.runtime import driver
+
+TENSOR_MAP_ALIGN = 128
+WINDOWS_PER_LOAD = 2
+_SCALARS = {"u64": ctypes.c_uint64, "i64": ctypes.c_int64, "i32": ctypes.c_int32}
+
+
+class Arguments:
+    """The arguments of one kernel launch.
+
+    Attributes:
+        fields: by parameter name, the ctypes object that holds the value: ``.value`` of a scalar,
+            items of ``peers``. Tensor maps are not in it; see :meth:`encode_ring_maps`.
+        address: of the array of pointers to the values, as ``kernelParams`` wants it.
+    """
+
+    def __init__(self, spec: KernelSpec) -> None:
+        self.spec = spec
+        self.fields: dict[str, Any] = {}
+        self.map_addresses: dict[str, int] = {}
+        self._keep: list[Any] = []
+        pointers = [self._place(parameter) for parameter in spec.parameters]
+        self._pointers = (ctypes.c_void_p * len(pointers))(*pointers)
+        self.address = ctypes.addressof(self._pointers)
+
+    def _place(self, parameter: Parameter) -> int:
+        """Make room for a parameter; its address."""
+        if parameter.kind == "tensor_map":
+            size = driver.TENSOR_MAP_BYTES + TENSOR_MAP_ALIGN
+            room = (ctypes.c_uint8 * size)()
+            self._keep.append(room)
+            address = -(-ctypes.addressof(room) // TENSOR_MAP_ALIGN) * TENSOR_MAP_ALIGN
+            self.map_addresses[parameter.name] = address
+            return address
+        if parameter.kind == "peers":
+            field: Any = (ctypes.c_uint64 * self.spec.shape.num_ranks)()
+        else:
+            field = _SCALARS[parameter.kind]()
+        self.fields[parameter.name] = field
+        return ctypes.addressof(field)
+
+    def set(self, **values: int) -> None:
+        """Set scalars by name."""
+        for name, value in values.items():
+            self.fields[name].value = value
+
+    def set_peers(self, addresses: Sequence[int]) -> None:
+        """Set the table of workspace addresses, in rank order."""
+        peers = self.fields["peers"]
+        if len(addresses) != len(peers):
+            raise ValueError(f"{len(addresses)} peer addresses, the kernel takes {len(peers)}")
+        peers[:] = addresses
+
+    def encode_ring_maps(self, workspace: int) -> None:
+        """Encode the tensor maps ``ring_rows_N`` over the ring rows of a workspace.
+
+        Dimensions: 128 bytes of a window, S * U ring rows, H/128 windows of a row. A load takes N
+        rows of two neighbouring windows: [2][N][128] bytes, each window swizzled by 128 bytes.
+
+        Args:
+            workspace: device address of this rank's workspace.
+        """
+        shape = self.spec.shape
+        base = workspace + shape.offsets["ring_rows"]
+        dims = (128, shape.num_slots * shape.slot_rows, shape.num_windows)
+        strides = (shape.row_stride, 128)
+        for name, address in self.map_addresses.items():
+            box = (128, int(name.rpartition("_")[2]), WINDOWS_PER_LOAD)
+            driver.encode_tiled(address, base, dims, strides, box)

@@ -1,0 +1,175 @@
+"""The workspace of an operator and its fault record in host memory."""
+
+from __future__ import annotations
+
+import ctypes
+import socket
+import struct
+from typing import Any
+
+import torch
+
+from gcmoe.errors import GCMoEError, UnsupportedDevice
+from gcmoe.protocol import WorkspaceShape
+from gcmoe.protocol.faults import RECORD_BYTES
+from gcmoe.runtime import driver
+from gcmoe.runtime.group import RankGroup
+
+LINE = 128
+_FORMATS = {4: "I", 8: "Q"}
+
+
+class Workspace:
+    """Device memory of one rank, and where the other ranks' workspaces are mapped here.
+
+    One rank takes ordinary device memory, several take symmetric memory; multicast is never used.
+    Creation is collective. Peers may access it from their first call on, so no rank makes one
+    before all have passed :meth:`reset_cells` and a barrier.
+
+    Attributes:
+        buffer: uint8 [num_bytes], zeroed.
+        address: of ``buffer`` on the device.
+        peers: R device addresses in rank order; this rank's is ``address``.
+        offset: of the workspace in its symmetric segment; must be equal on all ranks.
+    """
+
+    def __init__(self, shape: WorkspaceShape, device: torch.device, group: RankGroup) -> None:
+        self.shape = shape
+        self.handle: Any = None
+        self.offset = 0
+        if group.size == 1:
+            room = torch.zeros(shape.num_bytes + LINE, dtype=torch.uint8, device=device)
+            skip = -room.data_ptr() % LINE
+            self.buffer = room[skip : skip + shape.num_bytes]
+            self.address = self.buffer.data_ptr()
+            self.peers = [self.address]
+        else:
+            self._map_peers(device, group)
+        if self.address % LINE:
+            raise GCMoEError(f"the workspace lies at {self.address:#x}: not a multiple of {LINE}")
+
+    def _map_peers(self, device: torch.device, group: RankGroup) -> None:
+        import torch.distributed._symmetric_memory as symmetric_memory
+
+        assert group.group is not None
+        size = self.shape.num_bytes
+        self.buffer = symmetric_memory.empty(size, dtype=torch.uint8, device=device)
+        try:
+            self.handle = symmetric_memory.rendezvous(self.buffer, group=group.group)
+        except RuntimeError as error:
+            raise GCMoEError(
+                f"symmetric memory: the rendezvous failed: {error}. Every rank must have made the "
+                f"same number of symmetric-memory rendezvous in this process, in one order"
+            ) from error
+        self.offset = int(getattr(self.handle, "offset", 0))
+        self.address = self.buffer.data_ptr()
+        self.peers = [int(pointer) + self.offset for pointer in self.handle.buffer_ptrs]
+        if self.peers[group.rank] != self.address:
+            raise GCMoEError(
+                f"symmetric memory maps this rank at {self.peers[group.rank]:#x}, the buffer lies "
+                f"at {self.address:#x}"
+            )
+        self.buffer.zero_()
+
+    def view(self, region: str) -> torch.Tensor:
+        """A region as uint8 [num_bytes], sharing memory.
+
+        Raises:
+            KeyError: the workspace has no such region.
+        """
+        place = self.shape.region(region)
+        return self.buffer[place.offset : place.offset + place.num_bytes]
+
+    def reset_cells(self, generation: int, epoch: int, arrivals: int) -> None:
+        """Cells as before a first replay; enqueued on the current stream.
+
+        Args:
+            generation, epoch, arrivals: as in ``WorkspaceShape.initial_cells``.
+        """
+        values = self.shape.initial_cells(generation, epoch, arrivals)
+        for region in self.shape.regions:
+            if not region.is_cell:
+                continue
+            cells = values.get(region.name)
+            if cells is None or not any(cells):
+                self.view(region.name).zero_()
+                continue
+            packed = bytearray(struct.pack(f"<{len(cells)}{_FORMATS[region.item_bytes]}", *cells))
+            if len(packed) != region.num_bytes:
+                raise GCMoEError(f"{region.name}: {len(packed)} bytes for {region.num_bytes}")
+            self.view(region.name).copy_(torch.frombuffer(packed, dtype=torch.uint8))
+
+    def close(self) -> None:
+        """Drop the memory; this rank's replays have ended and peers start none."""
+        self.handle = None
+        self.buffer = torch.empty(0, dtype=torch.uint8)
+        self.peers = []
+
+
+class HostRecord:
+    """The fault record: 64 bytes of host memory that kernels write and the host reads at any time.
+
+    Attributes:
+        words: its 32-bit words; word 0 is the kind, 0 for no fault.
+        device_address: for kernels.
+    """
+
+    def __init__(self) -> None:
+        cu = driver.cu
+        flags = cu.CU_MEMHOSTALLOC_DEVICEMAP | cu.CU_MEMHOSTALLOC_PORTABLE
+        self._address = int(driver.call("cuMemHostAlloc", RECORD_BYTES, flags))
+        self.words = (ctypes.c_uint32 * (RECORD_BYTES // 4)).from_address(self._address)
+        self.clear()
+        self.device_address = int(driver.call("cuMemHostGetDevicePointer", self._address, 0))
+
+    def clear(self) -> None:
+        ctypes.memset(self._address, 0, RECORD_BYTES)
+
+    def read(self) -> tuple[int, ...]:
+        return tuple(self.words)
+
+    def close(self) -> None:
+        """Free the memory; no kernel may write it any more."""
+        if self._address:
+            self.words = (ctypes.c_uint32 * (RECORD_BYTES // 4))()
+            driver.call("cuMemFreeHost", self._address)
+            self._address = 0
+
+
+def device_identity(device: torch.device) -> tuple[str, str]:
+    """(host name, GPU uuid)."""
+    return socket.gethostname(), str(torch.cuda.get_device_properties(device).uuid)
+
+
+def require_peer_atomics(device: torch.device, identities: list[tuple[str, str]]) -> None:
+    """The GPUs of the group that this process sees are peers of ``device`` with native atomics.
+
+    GPUs that are hidden from this process, and those of other hosts, are taken on trust.
+
+    Args:
+        identities: :func:`device_identity` of every rank's GPU, in rank order.
+
+    Raises:
+        UnsupportedDevice: one is not; names it.
+    """
+    cu = driver.cu
+    visible = {
+        device_identity(torch.device("cuda", i)): i for i in range(torch.cuda.device_count())
+    }
+    own = driver.call("cuDeviceGet", device.index)
+    attributes = cu.CUdevice_P2PAttribute
+    needs = {
+        "peer access": attributes.CU_DEVICE_P2P_ATTRIBUTE_ACCESS_SUPPORTED,
+        "native peer atomics": attributes.CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED,
+    }
+    for rank, identity in enumerate(identities):
+        index = visible.get(identity)
+        if index is None or index == device.index:
+            continue
+        peer = driver.call("cuDeviceGet", index)
+        for name, attribute in needs.items():
+            if not driver.call("cuDeviceGetP2PAttribute", attribute, own, peer):
+                raise UnsupportedDevice(
+                    f"{name} between the GPUs of all ranks are required; GPU {device.index} has "
+                    f"none to GPU {index} of rank {rank}"
+                )

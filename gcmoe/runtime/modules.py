@@ -1,0 +1,108 @@
+"""Cubins on a device.
+
+Kernels load lazily: the first launch of one may wait for running kernels, and a partner that spins
+meanwhile spins until its time-out. So every kernel is loaded into both green contexts before the
+first launch, whatever ``CUDA_MODULE_LOADING`` says.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from typing import Any
+
+from gcmoe.errors import GCMoEError
+from gcmoe.kernels.build import CompiledKernel, parameter_size
+from gcmoe.kernels.spec import KernelSpec
+from gcmoe.protocol import Role
+from gcmoe.runtime import driver
+from gcmoe.runtime.partition import Partition
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedKernel:
+    """A kernel that a graph node can name; lives as long as the process.
+
+    Args:
+        kernel: ``CUkernel``.
+        registers: per thread, as the driver says.
+    """
+
+    role: Role
+    kernel: Any
+    threads: int
+    smem_bytes: int
+    registers: int
+    checksum: str
+
+
+def check_parameters(kernel: Any, spec: KernelSpec) -> None:
+    """The loaded kernel's parameters have the sizes of the spec's.
+
+    Offsets are the driver's business: an aligned parameter is aligned in the constant bank, whose
+    parameter area starts at an odd place.
+
+    Raises:
+        GCMoEError: they do not.
+    """
+    for i, parameter in enumerate(spec.parameters):
+        detail = f"{spec.symbol}, parameter {i} ({parameter.name})"
+        _, size = driver.call("cuKernelGetParamInfo", kernel, i, detail=detail)
+        wanted, _ = parameter_size(parameter, spec.shape.num_ranks)
+        if int(size) != wanted:
+            raise GCMoEError(f"{detail} has {int(size)} bytes, the spec says {wanted}")
+
+
+_lock = threading.Lock()
+_loaded: dict[tuple[int, str, int], LoadedKernel] = {}
+_images: list[tuple[Any, bytes]] = []
+
+
+def load_kernel(
+    spec: KernelSpec, compiled: CompiledKernel, index: int, partition: Partition
+) -> LoadedKernel:
+    """Load a cubin and force its kernel into both contexts of a partition.
+
+    Args:
+        index: of the device.
+
+    Raises:
+        DriverError: the driver refuses the image, its shared memory or its threads.
+        GCMoEError: the kernel's parameters differ from the spec.
+    """
+    key = index, compiled.checksum, partition.report.requested
+    with _lock:
+        if key not in _loaded:
+            _loaded[key] = _load(spec, compiled, index, partition)
+        return _loaded[key]
+
+
+def _load(
+    spec: KernelSpec, compiled: CompiledKernel, index: int, partition: Partition
+) -> LoadedKernel:
+    attribute = driver.cu.CUfunction_attribute
+    smem = attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+    device = driver.call("cuDeviceGet", index)
+    library = driver.call("cuLibraryLoadData", compiled.cubin, [], [], 0, [], [], 0)
+    _images.append((library, compiled.cubin))
+    kernel = driver.call("cuLibraryGetKernel", library, compiled.symbol.encode())
+    check_parameters(kernel, spec)
+    detail = f"{compiled.symbol}, {compiled.smem_bytes} bytes"
+    driver.call("cuKernelSetAttribute", smem, compiled.smem_bytes, kernel, device, detail=detail)
+    for green in partition.contexts:
+        with driver.current(green.context):
+            function = driver.call("cuKernelGetFunction", kernel, detail=compiled.symbol)
+            driver.call("cuFuncLoad", function, detail=compiled.symbol)
+            # Both the kernel and its function of each context: nodes are added by kernel.
+            driver.call("cuFuncSetAttribute", function, smem, compiled.smem_bytes, detail=detail)
+
+    def read(which: Any) -> int:
+        return int(driver.call("cuKernelGetAttribute", which, kernel, device))
+
+    most = read(attribute.CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK)
+    if compiled.threads > most:
+        raise GCMoEError(f"{compiled.symbol}: {compiled.threads} threads, at most {most} fit")
+    registers = read(attribute.CU_FUNC_ATTRIBUTE_NUM_REGS)
+    return LoadedKernel(
+        spec.role, kernel, compiled.threads, compiled.smem_bytes, registers, compiled.checksum
+    )

@@ -1,0 +1,312 @@
+"""Role 2: W1 and W2 items in the one global order; Role 3: sums this rank's contributions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gcmoe.protocol import BlockEntry, RoutesHeader, RowMeta, Word32, Word64, is_valid
+from gcmoe.sim.checks import Violation
+from gcmoe.sim.common import adder, enter, publish, read_bases, spin
+from gcmoe.sim.data import NAN
+from gcmoe.sim.dispatch import fragment, full_ring
+from gcmoe.sim.machine import Launch, Simulation, Wait
+from gcmoe.sim.memory import Actor, Steps
+
+
+def compute(sim: Simulation, launch: Launch, actor: Actor) -> Steps:
+    """A persistent compute CTA."""
+    if (yield from enter(sim, actor)):
+        actor.cta.poisoned = not sim.variant.forget_abort
+        return
+    if sim.variant.first_item_is_index:
+        ticket = actor.cta.index
+    else:
+        ticket = yield from take_ticket(sim, launch, actor)
+    bases = yield from read_bases(sim, launch, actor)
+    rank, wanted = actor.rank, int(bases[0])
+    wait = Wait(
+        "routes", (rank, "routes", 0), lambda v: v >> 32 == wanted,
+        sim.variant.edges["routes"], wanted,
+    )  # fmt: skip
+    if not (yield from spin(sim, actor, wait, wanted)):
+        return
+    header = Word64(sim.memory.peek(actor, (rank, "routes", 0)))
+    num_blocks = int(RoutesHeader.NUM_BLOCKS.get(header))
+    num_items = int(sim.order(rank).num_items(Word32(num_blocks)))
+    if num_blocks:
+        yield "block_table"
+    table = []
+    for index in range(num_blocks):
+        word = Word32(sim.memory.load(actor, (rank, "block_table", index)))
+        table.append((int(BlockEntry.EXPERT.get(word)), int(BlockEntry.ROWS.get(word))))
+    while ticket < num_items:
+        item = sim.item(rank, ticket, num_blocks)
+        is_w2, block, tile = bool(int(item.is_w2)), int(item.block), int(item.tile)
+        sim.check.take_item(rank, is_w2, block, tile)
+        run = run_w2 if is_w2 else run_w1
+        ticket = yield from run(sim, launch, actor, bases, block, tile, table[block])
+        if ticket is None:
+            return
+
+
+def take_ticket(sim: Simulation, launch: Launch, actor: Actor) -> Steps:
+    yield "work_ticket"
+    old = sim.memory.update(
+        actor, (actor.rank, "work_ticket", 0), lambda v: v + 1,
+        sim.variant.lone["work_ticket"].operation,
+    )  # fmt: skip
+    # When the first item is the CTA index, tickets number the items after those.
+    return old + (launch.grids[actor.cta.role] if sim.variant.first_item_is_index else 0)
+
+
+def place_of(sim: Simulation, bases: tuple[Any, ...], block: int) -> tuple[int, Word32]:
+    """Slot and epoch of a block of this replay."""
+    _, epoch_base, slot_base, _ = bases
+    place = sim.ring.place(slot_base, block)
+    return int(sim.ring.slot(place)), sim.ring.epoch(epoch_base, place)
+
+
+def wait_full(
+    sim: Simulation, launch: Launch, actor: Actor, slot: int, epoch: Word32, generation: Word32
+) -> Steps:
+    target, reached = full_ring(sim, launch).full_target(epoch), sim.variant.reached
+    addr, edge = (actor.rank, "token_ring_full", slot), sim.variant.edges["token_ring_full"]
+    wait = Wait("full", addr, lambda v: reached(Word32(v), target), edge, int(target))
+    return (yield from spin(sim, actor, wait, int(generation)))
+
+
+def run_w1(
+    sim: Simulation,
+    launch: Launch,
+    actor: Actor,
+    bases: tuple[Any, ...],
+    block: int,
+    tile: int,
+    entry: tuple[int, int],
+) -> Steps:
+    """Waits for the rows of the block, stores 128 columns of ``a``, flips their bits."""
+    memory, rank, u = sim.memory, actor.rank, sim.config.slot_rows
+    done = sim.variant.edges["w1_bitmap"]
+    slot, epoch = place_of(sim, bases, block)
+    if not (yield from wait_full(sim, launch, actor, slot, epoch, bases[0])):
+        return None
+    expert, num_rows = entry
+    sim.check.start_w1(actor, block, num_rows)
+    yield "ring_rows"
+    rows = [memory.load_async(actor, (rank, "ring_rows", slot * u + n)) for n in range(num_rows)]
+    yield "ring_scale"
+    codes, scales = [], []
+    first = rank * sim.config.local_experts
+    for n in range(num_rows):
+        at = fragment(n, u)
+        row_scales = [
+            memory.load_async(actor, (rank, "ring_scale", (slot * sim.windows + w) * u + at))
+            for w in range(sim.windows)
+        ]
+        weight = memory.load_async(actor, (rank, "ring_weight", slot * u + at))
+        code, scale = sim.data.w1(launch.layer, first + expert, rows[n], row_scales, weight, tile)
+        codes.append(code)
+        scales.append(scale)
+    index = slot * sim.w1_tiles + tile
+    yield "a_rows"
+    memory.store_async(actor, (rank, "a_rows", index), tuple(codes))
+    memory.store_async(actor, (rank, "a_scale", index), tuple(scales))
+    # The next ticket is taken before the item ends, so that its weights can be on their way.
+    ticket = yield from take_ticket(sim, launch, actor)
+    yield "w1_bitmap"
+    memory.prepare(actor, done)
+    bits = int(sim.bitmap.window_bits(Word64(1), tile))
+    old = sim.memory.peek(actor, (rank, "w1_bitmap", slot))
+    sim.check.flip_bits(actor, old, bits, int(epoch) & 1)
+    if sim.variant.set_bitmap:
+        publish(sim, actor, done, rank, slot, lambda v: v | bits)
+    else:
+        publish(sim, actor, done, rank, slot, lambda v: v ^ bits)
+    sim.check.end_w1(rank, block)
+    return ticket
+
+
+def run_w2(
+    sim: Simulation,
+    launch: Launch,
+    actor: Actor,
+    bases: tuple[Any, ...],
+    block: int,
+    tile: int,
+    entry: tuple[int, int],
+) -> Steps:
+    """Waits for ``a``, scatters rows to their source ranks, adds arrivals, frees the slot."""
+    memory, rank, u = sim.memory, actor.rank, sim.config.slot_rows
+    slot, epoch = place_of(sim, bases, block)
+    # Bits tell even from odd epochs only. When the ring is reused within a replay, the bits of two
+    # epochs ago would pass for those of this one; rows in the slot mean that the epoch before is
+    # over. Between replays finalize sees to that.
+    is_reused = launch.num_blocks > sim.config.num_slots
+    if (is_reused and not sim.variant.skip_full_before_bits) and not (
+        yield from wait_full(sim, launch, actor, slot, epoch, bases[0])
+    ):
+        return None
+    mask, odd, bitmap = sim.bitmap.mask, Word64(int(epoch) & 1), sim.bitmap
+    wait = Wait(
+        "bits", (rank, "w1_bitmap", slot),
+        lambda v: bool(bitmap.is_complete(Word64(v), mask, odd)),
+        sim.variant.edges["w1_bitmap"], mask,
+    )  # fmt: skip
+    if not (yield from spin(sim, actor, wait, int(bases[0]))):
+        return None
+    expert, num_rows = entry
+    sim.check.start_w2(actor, block, sim.w1_tiles)
+    edges = sim.variant.edges
+    # Loads that neither flag orders may be late, which is as if the slot were freed before them.
+    free_first = sim.variant.empty_before_read or not (
+        memory.orders_loads(edges["combine_arrivals"])
+        or memory.orders_loads(edges["token_ring_empty"])
+    )
+    if free_first:
+        yield from free_slot(sim, launch, actor, slot, epoch)
+    if sim.variant.add_before_scatter:
+        metas = [memory.load(actor, (rank, "ring_meta", slot * u + n)) for n in range(num_rows)]
+        yield from add_arrivals(sim, launch, actor, metas)
+    yield "a_rows"
+    first = slot * sim.w1_tiles
+    codes = [memory.load_async(actor, (rank, "a_rows", first + w)) for w in range(sim.w1_tiles)]
+    scales = [memory.load_async(actor, (rank, "a_scale", first + w)) for w in range(sim.w1_tiles)]
+    yield "ring_meta"
+    metas = [memory.load(actor, (rank, "ring_meta", slot * u + n)) for n in range(num_rows)]
+    sim.check.read_slot(rank, slot, block)
+    columns, base = sim.w2_columns(rank), rank * sim.config.local_experts
+    for n, word in enumerate(metas):
+        meta = Word32(word)
+        src, token, k = (int(f.get(meta)) for f in (RowMeta.SRC, RowMeta.TOKEN, RowMeta.SLOT))
+        if src >= sim.config.ranks or token >= sim.config.tokens or k >= sim.config.top_k:
+            raise Violation("malformed", f"{actor.name} reads row metadata {word:#x}")
+        part_codes = [block_codes[n] if block_codes else 0 for block_codes in codes]
+        part_scales = [block_scales[n] if block_scales else 0 for block_scales in scales]
+        value = sim.data.w2(launch.layer, base + expert, part_codes, part_scales, tile, columns)
+        yield "combine"
+        sim.check.publish(actor, "a combine slot")
+        sim.check.scatter(rank, src, launch.replay)
+        index = (token * sim.config.top_k + k) * sim.ring.empty_units + tile * columns // 64
+        memory.store_async(actor, (src, "combine", index), value)
+    ticket = yield from take_ticket(sim, launch, actor)
+    if not sim.variant.add_before_scatter:
+        yield from add_arrivals(sim, launch, actor, metas)
+    if not free_first:
+        yield from free_slot(sim, launch, actor, slot, epoch)
+    return ticket
+
+
+def add_arrivals(sim: Simulation, launch: Launch, actor: Actor, metas: list[int]) -> Steps:
+    """One add per source rank, after one fence."""
+    edge, rank = sim.variant.edges["combine_arrivals"], actor.rank
+    columns = sim.w2_columns(rank)
+    counts: dict[int, int] = {}
+    for word in metas:
+        src = int(RowMeta.SRC.get(Word32(word)))
+        counts[src] = counts.get(src, 0) + 1
+    yield "combine_arrivals"
+    sim.memory.prepare(actor, edge)
+    for src in sorted(counts):
+        amount = sim.arrivals.increment(Word32(counts[src]), columns)
+        if sim.variant.count_tiles:
+            amount = Word32(counts[src])
+        if sim.variant.short_arrivals and src == rank:
+            amount = amount - 1
+        yield "combine_arrivals"
+        value = publish(sim, actor, edge, src, 0, adder(amount))
+        if sim.check.ranks[src].finished == launch.replay and not sim.variant.count_tiles:
+            sim.check.arrive(actor, src, value, sim.check.ranks[src].arrival_target)
+
+
+def free_slot(sim: Simulation, launch: Launch, actor: Actor, slot: int, epoch: Word32) -> Steps:
+    edge, amount = sim.variant.edges["token_ring_empty"], sim.w2_columns(actor.rank) // 64
+    yield "token_ring_empty"
+    sim.memory.prepare(actor, edge)
+    value = publish(sim, actor, edge, actor.rank, slot, adder(Word32(amount)))
+    target = int(sim.ring.empty_target(epoch + 1))
+    sim.check.count(f"token_ring_empty[{slot}]", actor, value, target)
+
+
+# ---- finalize -----------------------------------------------------------------------------
+
+
+def finalize(sim: Simulation, launch: Launch, actor: Actor) -> Steps:
+    """A finalize CTA: its static share of y, then its count; the last one advances."""
+    rank, grid = actor.rank, launch.grids[actor.cta.role]
+    aborted = yield from enter(sim, actor)
+    poisoned = aborted
+    bases = yield from read_bases(sim, launch, actor)
+    valid = sim.valid_slots(launch.layer, rank)
+    target = sim.arrivals.target(bases[3], Word32(valid))
+    if sim.variant.count_tiles:
+        target = bases[3] + valid * sim.w2_tiles(rank)
+    if not poisoned:
+        reached = sim.variant.reached
+        wait = Wait(
+            "arrivals", (rank, "combine_arrivals", 0), lambda v: reached(Word32(v), target),
+            sim.variant.edges["combine_arrivals"], int(target),
+        )  # fmt: skip
+        poisoned = not (yield from spin(sim, actor, wait, int(bases[0])))
+    actor.cta.poisoned = actor.cta.poisoned or poisoned
+    for token in range(actor.cta.index, len(sim.problem[launch.layer][rank]), grid):
+        if poisoned and sim.variant.keep_poisoned_y:
+            continue
+        yield "combine"
+        sim.written[rank].add(token)
+        sim.y[rank][token] = NAN if poisoned else sum_token(sim, launch, actor, token)
+    yield "finalize_done"
+    old = sim.memory.update(
+        actor, (rank, "finalize_done", 0), lambda v: 0 if v >= grid - 1 else v + 1,
+        sim.variant.lone["finalize_done"].operation,
+    )  # fmt: skip
+    last = old == grid - 1
+    if (old == 0) if sim.variant.first_cta_advances else last:
+        yield from advance(sim, launch, actor, bases, target, last)
+
+
+def sum_token(sim: Simulation, launch: Launch, actor: Actor, token: int) -> Any:
+    """The valid slots of a token in ascending order."""
+    slots, units = [], sim.ring.empty_units
+    for slot, expert_id in enumerate(sim.problem[launch.layer][actor.rank][token]):
+        if not is_valid(expert_id, sim.config.experts):
+            continue
+        columns = sim.w2_columns(expert_id // sim.config.local_experts)
+        first = (token * sim.config.top_k + slot) * units
+        slots.append(
+            [
+                sim.memory.load(actor, (actor.rank, "combine", first + unit))
+                for unit in range(0, units, columns // 64)
+            ]
+        )
+    return sim.data.finish(slots)
+
+
+def advance(
+    sim: Simulation,
+    launch: Launch,
+    actor: Actor,
+    bases: tuple[Any, ...],
+    target: Word32,
+    is_last: bool,
+) -> Steps:
+    """The bases of the next replay, unless abort is set."""
+    rank, memory = actor.rank, sim.memory
+    yield "abort"
+    if memory.peek(actor, (rank, "abort", 0)) and not sim.variant.advance_after_abort:
+        return
+    generation, epoch_base, slot_base, _ = bases
+    header = Word64(memory.load(actor, (rank, "routes", 0)))
+    num_blocks = Word32(int(RoutesHeader.NUM_BLOCKS.get(header)))
+    yield "bases"
+    sim.check.advance(actor, is_last)
+    following = (
+        generation + 1,
+        sim.ring.next_epoch_base(epoch_base, slot_base, num_blocks),
+        sim.ring.next_slot_base(slot_base, num_blocks),
+        target,
+    )
+    for index, value in enumerate(following):
+        memory.store(actor, (rank, "bases", index), int(value))
+    if not sim.variant.skip_ticket_reset:
+        memory.store(actor, (rank, "work_ticket", 0), 0)
+    memory.store(actor, (rank, "in_flight", 0), 0)

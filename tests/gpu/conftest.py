@@ -1,0 +1,34 @@
+"""Hooks of the GPU suite: ``--compile-only``, and the helpers' folder on the path."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+FOLDER = str(Path(__file__).parent)
+if FOLDER not in sys.path:
+    sys.path.insert(0, FOLDER)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Under ``--compile-only`` a test is that the kernels of the suite can be had: the first one
+    fills the cache from the table of cases, a line per kernel."""
+    if not pyfuncitem.config.getoption("--compile-only"):
+        return None
+    from helpers import compile_cases
+
+    manager: Any = pyfuncitem.config.pluginmanager.getplugin("capturemanager")
+    with manager.global_and_fixture_disabled():
+        compile_cases()
+    return True
+
+
+def pytest_unconfigure() -> None:
+    """Operators own CUDA objects: close them before the interpreter goes."""
+    helpers = sys.modules.get("helpers")
+    if helpers is not None:
+        helpers.close_operators()

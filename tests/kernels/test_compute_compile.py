@@ -1,0 +1,242 @@
+"""What the compiler made of the compute kernel: PTX and machine code, without a GPU."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from gcmoe.config import MoEConfig
+from gcmoe.kernels.build import dsl_version, kernel_class, parameter_size, ptx_entries
+from gcmoe.kernels.spec import KernelSpec, kernel_spec
+from gcmoe.plan import make_plan
+from gcmoe.protocol import Role
+from gcmoe.protocol.edges import ARRIVALS, EMPTY, FULL, ROUTES, TICKET, W1_DONE
+
+ARCH = "sm_90a"
+SHARED_BYTES = 232_448
+REGISTER_FILE = 65_536
+
+CASES: dict[str, tuple[MoEConfig, int, bool]] = {
+    "v4-flash-8": (MoEConfig(4096, 2048, 32, 6, 8, 10.0), 1, False),
+    "v4-flash-64": (MoEConfig(4096, 2048, 32, 6, 64, 10.0), 1, False),
+    "v4-flash-256": (MoEConfig(4096, 2048, 32, 6, 256, 10.0), 1, False),
+    "v4-flash-64-trace": (MoEConfig(4096, 2048, 32, 6, 64, 10.0), 1, True),
+    "v4.1-flash-64-ep8": (MoEConfig(5120, 2304, 384, 6, 64, 10.0), 8, False),
+    "odd-windows-ep2": (MoEConfig(512, 384, 6, 3, 33, None), 2, False),
+}
+
+pytestmark = [
+    pytest.mark.compile,
+    pytest.mark.skipif(dsl_version() is None, reason="nvidia-cutlass-dsl is not installed"),
+]
+
+
+@dataclass(frozen=True)
+class Build:
+    """One compiled kernel and its two texts."""
+
+    spec: KernelSpec
+    threads: int
+    smem_bytes: int
+    ptx: str
+    sass: str
+    usage: dict[str, int]
+
+    def marks(self) -> list[tuple[str, str]]:
+        """(mark, operation without its operands) of every marked PTX line, in text order."""
+        found = re.findall(r"^\s*([\w.:]+(?: 0)?)[^\n]*// gcmoe (.+?)\s*$", self.ptx, re.MULTILINE)
+        return [(mark, operation) for operation, mark in found]
+
+    def operations(self, mark: str) -> set[str]:
+        return {operation for name, operation in self.marks() if name == mark}
+
+
+def cuda_tool(name: str) -> str:
+    """A program of the CUDA tool packages in this environment."""
+    for root in (Path(folder) for folder in sys.path if folder.endswith("site-packages")):
+        for path in sorted(root.glob(f"nvidia/*/bin/{name}")):
+            return str(path)
+    pytest.skip(f"{name} is in no nvidia/*/bin of this environment")
+
+
+def output(*command: str) -> str:
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+@cache
+def build(name: str) -> Build:
+    import tempfile
+
+    import cutlass.cute as cute
+
+    config, ranks, trace = CASES[name]
+    spec = kernel_spec(make_plan(config, ranks), Role.COMPUTE, ARCH, trace=trace)
+    kernel = kernel_class(Role.COMPUTE)(spec)
+    with tempfile.TemporaryDirectory() as folder:
+        options = f"--gpu-arch {ARCH} --keep-ptx --keep-cubin --dump-dir {folder}"
+        compiled = cute.compile(kernel, *kernel.example_arguments(), options=options)
+        cubin = Path(folder) / "kernel.cubin"
+        cubin.write_bytes(bytes(compiled.__cubin__))
+        usage = output(cuda_tool("cuobjdump"), "-res-usage", str(cubin))
+        sass = output(cuda_tool("nvdisasm"), "-c", str(cubin))
+    numbers = {key: int(value) for key, value in re.findall(r"([A-Z]+):(\d+)", usage)}
+    return Build(spec, kernel.threads, kernel.smem_bytes, compiled.__ptx__, sass, numbers)
+
+
+every = pytest.mark.parametrize("name", CASES)
+
+
+@every
+def test_nothing_spills(name: str) -> None:
+    b = build(name)
+    assert b.usage["STACK"] == b.usage["LOCAL"] == 0, b.usage
+    assert re.findall(r"\b(?:LDL|STL)\b.*", b.sass) == []
+
+
+@every
+def test_registers_and_shared_memory_fit(name: str) -> None:
+    b = build(name)
+    tiles = b.spec.tiles
+    assert b.smem_bytes <= SHARED_BYTES
+    assert b.usage["REG"] * b.threads <= REGISTER_FILE
+    # setmaxnreg hands on what the producers give up and may not exceed what was launched with.
+    after = 128 * tiles.producer_registers + 128 * tiles.warpgroups * tiles.consumer_registers
+    assert after <= b.usage["REG"] * b.threads
+    assert b.threads == 128 * (tiles.warpgroups + 1)
+
+
+# ------------------------------------------------------------------------------- the main loop
+
+
+@dataclass(frozen=True)
+class Loop:
+    """A main loop: instruction lines from its first QGMMA to its closing branch."""
+
+    width: int
+    products: int
+    body: list[str]
+
+
+QGMMA = re.compile(r"\bQGMMA\.64x(\d+)x32\.F32\.E4M3\.E4M3 R\d+, (\S+), ")
+BRANCH = re.compile(r"\bBRA\S* .*`\((\.L\w*)\)")
+
+
+def main_loops(sass: str) -> list[Loop]:
+    """The loops around QGMMAs, one for each token width."""
+    lines = sass.splitlines()
+    labels = {m[1]: n for n, line in enumerate(lines) if (m := re.match(r"(\.L\w*):", line))}
+    places: dict[int, list[int]] = {}
+    for n, line in enumerate(lines):
+        if match := QGMMA.search(line):
+            places.setdefault(int(match[1]), []).append(n)
+    loops = []
+    for width, found in sorted(places.items()):
+        first, last = found[0], found[-1]
+        for n in range(last + 1, len(lines)):
+            match = BRANCH.search(lines[n])
+            if match and labels[match[1]] <= first:
+                loops.append(Loop(width, len(found), lines[first : n + 1]))
+                break
+        else:
+            pytest.fail(f"width {width}: no branch behind line {last + 1} goes back over {first}")
+    return loops
+
+
+@every
+def test_one_main_loop_per_width(name: str) -> None:
+    b = build(name)
+    loops = main_loops(b.sass)
+    assert [loop.width for loop in loops] == list(b.spec.tiles.widths)
+    # Two blocks of four k32 steps, for each sub-tile of a warpgroup.
+    assert {loop.products for loop in loops} == {8 * b.spec.tiles.subtiles}
+
+
+@every
+def test_weights_come_from_registers(name: str) -> None:
+    operands = [match[2] for match in QGMMA.finditer(build(name).sass)]
+    assert operands
+    assert [a for a in operands if not re.fullmatch(r"R\d+", a)] == []
+    assert "HGMMA" not in build(name).sass
+
+
+@every
+def test_main_loops_keep_uniform_registers(name: str) -> None:
+    """A divergent wait would move addresses through R2UR (measured +10 % consumer time on H200)."""
+    for loop in main_loops(build(name).sass):
+        moved = [line.strip() for line in loop.body if re.search(r"\bR2UR\b", line)]
+        assert moved == [], f"width {loop.width}"
+
+
+# ------------------------------------------------------------------------------------- the PTX
+
+
+@every
+def test_parameters_are_those_of_the_spec(name: str) -> None:
+    b = build(name)
+    ranks = b.spec.shape.num_ranks
+    wanted = [parameter_size(parameter, ranks) for parameter in b.spec.parameters]
+    assert ptx_entries(b.ptx) == {b.spec.symbol: wanted}
+
+
+@every
+def test_no_read_only_loads_and_no_weak_completion(name: str) -> None:
+    ptx = build(name).ptx
+    assert re.findall(r"\bld\.global[\w.]*\.nc\b.*", ptx) == []
+    assert re.findall(r".*wait_group\.read.*", ptx) == []
+    # The bare form compiles to a fence of the whole GPU.
+    assert re.findall(r"fence\.proxy\.async\s*;", ptx) == []
+
+
+COMPLETION = "cp.async.bulk.wait_group 0"
+OPERATIONS: dict[str, set[str]] = {
+    "routes read": {ROUTES.read.ptx},
+    "token_ring_full read": {FULL.read.ptx, f"fence.proxy.{FULL.read_proxy_fence}"},
+    "w1_bitmap write": {W1_DONE.write.ptx, COMPLETION},
+    "w1_bitmap read": {W1_DONE.read.ptx, f"fence.proxy.{W1_DONE.read_proxy_fence}"},
+    "combine_arrivals write": {ARRIVALS.write.ptx, f"fence.{ARRIVALS.write_fence}", COMPLETION},
+    "token_ring_empty write": {EMPTY.write.ptx},
+    "work_ticket": {TICKET.operation.ptx},
+}
+
+
+@pytest.mark.parametrize("mark", OPERATIONS)
+@every
+def test_edges_have_the_operations_of_the_table(name: str, mark: str) -> None:
+    assert build(name).operations(mark) == OPERATIONS[mark]
+
+
+@every
+def test_publication_keeps_its_order(name: str) -> None:
+    """Completion, then fence, then the flag; the ring slot is given back last."""
+    order = [
+        ("w1_bitmap write", COMPLETION),
+        ("w1_bitmap write", W1_DONE.write.ptx),
+        ("combine_arrivals write", COMPLETION),
+        ("combine_arrivals write", f"fence.{ARRIVALS.write_fence}"),
+        ("combine_arrivals write", ARRIVALS.write.ptx),
+        ("token_ring_empty write", EMPTY.write.ptx),
+    ]
+    marks = build(name).marks()
+    for edge in ("w1_bitmap write", "combine_arrivals write"):
+        of_edge = [entry for entry in order if entry[0] == edge]
+        first = [marks.index(entry) for entry in of_edge]
+        assert first == sorted(first), [m for m in marks if m[0] == edge]
+    last_arrival = max(n for n, m in enumerate(marks) if m == order[4])
+    assert marks.index(order[5]) > last_arrival
+
+
+@every
+def test_no_operation_without_a_place_in_the_table(name: str) -> None:
+    known = {*OPERATIONS, "abort", "fault", "stage write"}
+    assert {mark for mark, _ in build(name).marks()} <= known
+
+
+def test_trace_costs_nothing_when_off() -> None:
+    assert "%smid" not in build("v4-flash-64").ptx
+    assert "%smid" in build("v4-flash-64-trace").ptx

@@ -1,0 +1,421 @@
+"""The whole operator against the recording driver: what is launched, captured, updated, freed."""
+
+import ctypes
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+from cuda.bindings import driver as real
+
+from gcmoe import operator as operators
+from gcmoe.config import MoEConfig
+from gcmoe.errors import CaptureError, GCMoEError, OperatorClosed, PeerTimeout
+from gcmoe.kernels.spec import kernel_specs
+from gcmoe.numerics import pack
+from gcmoe.operator import MoE
+from gcmoe.protocol import Role
+from gcmoe.runtime.group import RankGroup
+from gcmoe.runtime.memory import Workspace
+from gcmoe.runtime.modules import check_parameters
+
+CONFIG = MoEConfig(256, 128, 8, 2, 16, spin_budget_s=0.5)
+T, H, K = 5, CONFIG.hidden, CONFIG.top_k
+
+
+def weights(config=CONFIG):
+    e, h, i = config.num_experts, config.hidden, config.intermediate
+    return pack(
+        torch.randint(0, 256, (e, 2 * i, h // 2), dtype=torch.uint8),
+        torch.full((e, 2 * i, h // 32), 120, dtype=torch.uint8),
+        torch.randint(0, 256, (e, h, i // 2), dtype=torch.uint8),
+        torch.full((e, h, i // 32), 120, dtype=torch.uint8),
+        config,
+    )
+
+
+def inputs(tokens=T, id_type=torch.int64):
+    x = torch.zeros(tokens, H, dtype=torch.bfloat16)
+    return x, torch.zeros(tokens, K, dtype=id_type), torch.zeros(tokens, K)
+
+
+@pytest.fixture
+def make(standin, fake_device, fake_kernel, monkeypatch):
+    monkeypatch.setattr(operators, "get_kernel", fake_kernel)
+    return lambda config=CONFIG, **options: MoE(config, **options)
+
+
+@pytest.fixture
+def op(make):
+    return make()
+
+
+def argument_values(op, parameters):
+    """Name -> value of the arguments of a recorded ``CUDA_KERNEL_NODE_PARAMS``."""
+    names = {int(kernel.kernel): role for role, kernel in op._kernels.items()}
+    spec = op._specs[names[int(parameters.kern)]]
+    pointers = (ctypes.c_void_p * len(spec.parameters)).from_address(int(parameters.kernelParams))
+    types = {"u64": ctypes.c_uint64, "i64": ctypes.c_int64, "i32": ctypes.c_int32}
+    return {
+        p.name: types.get(p.kind, ctypes.c_uint64).from_address(address).value
+        for p, address in zip(spec.parameters, pointers, strict=True)
+    }
+
+
+def test_kernels_are_loaded_in_both_contexts_before_anything_runs(op, standin):
+    contexts = {int(green.context) for green in op._partition.contexts}
+    pushed = [int(a[0]) for a in standin.arguments("cuCtxPushCurrent")]
+    assert len(pushed) == 6
+    assert set(pushed) == contexts
+    assert standin.names().count("cuCtxPopCurrent") == 6
+    assert standin.names().count("cuFuncLoad") == 6
+    smem = real.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+    assert {a[:2] for a in standin.arguments("cuKernelSetAttribute")} == {(smem, 100_000)}
+    assert {a[1:] for a in standin.arguments("cuFuncSetAttribute")} == {(smem, 100_000)}
+    assert "cuGraphLaunch" not in standin.names()
+
+
+def test_a_second_operator_shares_partition_and_kernels(op, make, standin):
+    before = len(standin.arguments("cuLibraryLoadData"))
+    other = make()
+    assert len(standin.arguments("cuLibraryLoadData")) == before
+    assert other._partition is op._partition
+    assert other._order is op._order
+
+
+def test_a_kernel_with_other_parameters_is_refused(op, standin):
+    spec = op._specs[Role.FINALIZE]
+    standin.sizes[spec.symbol][2] = 4
+    with pytest.raises(GCMoEError, match=r"2 \(topk_ids\) has 4 bytes, the spec says 8"):
+        check_parameters(op._kernels[Role.FINALIZE].kernel, spec)
+
+
+def test_the_graph_has_three_nodes_in_their_contexts(op, standin):
+    op.bind(weights())
+    nodes = standin.arguments("cuGraphAddKernelNode")
+    assert len(nodes) == 3
+    dispatch, compute, finalize = (node[3] for node in nodes)
+    assert [len(node[1]) for node in nodes] == [0, 0, 2]
+    assert int(dispatch.ctx) == int(op._partition.dispatch.context)
+    assert int(compute.ctx) == int(finalize.ctx) == int(op._partition.compute.context)
+    assert dispatch.gridDimX == op.plan.dispatch_sms == 8
+    assert compute.gridDimX == op.plan.compute_sms == 124
+    assert finalize.gridDimX == 1
+    for parameters in (dispatch, compute, finalize):
+        assert (parameters.gridDimY, parameters.gridDimZ) == (1, 1)
+        assert (parameters.blockDimX, parameters.sharedMemBytes) == (512, 100_000)
+
+
+def test_serial_adds_one_edge(make, standin):
+    op = make(serial=True)
+    op.bind(weights())
+    nodes = standin.arguments("cuGraphAddKernelNode")
+    assert [len(node[1]) for node in nodes] == [0, 1, 2]
+
+
+def test_what_the_kernels_get(op, standin):
+    packed = weights()
+    op.bind(packed)
+    layer = op.bind(packed)
+    x, ids, w = inputs()
+    y = layer(x, ids, w)
+    dispatch, compute, finalize = (
+        argument_values(op, node[3]) for node in standin.arguments("cuGraphAddKernelNode")[3:]
+    )
+    workspace = op._workspace.address
+    for values in (dispatch, compute, finalize):
+        assert values["peers"] == values["workspace"] == workspace
+        assert values["fault_record"] == op._record.device_address
+        assert (values["trace"], values["rank"]) == (0, 0)
+        assert values["spin_budget_ns"] == 500_000_000
+    assert dispatch["call"] == 1
+    assert dispatch["x"] == x.data_ptr()
+    assert dispatch["topk_weights"] == w.data_ptr()
+    assert finalize["y"] == y.data_ptr()
+    for values in (dispatch, finalize):
+        assert values["topk_ids"] == ids.data_ptr()
+        assert (values["num_tokens"], values["ids_are_int64"]) == (T, 1)
+    assert compute["w13"] == packed.w13.data_ptr()
+    assert compute["w2_row_scale"] == packed.w2_row_scale.data_ptr()
+    assert len(standin.maps) == 2 * len(op.plan.tiles.widths)
+
+
+def test_eager_calls_update_only_what_changed(op, standin):
+    layer = op.bind(weights())
+    x, ids, w = inputs()
+    y = torch.empty_like(x)
+    assert layer(x, ids, w, out=y) is y
+    assert standin.names().count("cuGraphInstantiate") == 1
+    layer(x, ids, w, out=y)
+    assert standin.names().count("cuGraphExecKernelNodeSetParams") == 0
+    layer(x[:2], ids[:2], w[:2], out=y[:2])
+    updates = standin.arguments("cuGraphExecKernelNodeSetParams")
+    assert [int(u[2].ctx) for u in updates] == [
+        int(op._partition.dispatch.context),
+        int(op._partition.compute.context),
+    ]
+    assert argument_values(op, updates[0][2])["num_tokens"] == 2
+    assert standin.names().count("cuGraphLaunch") == 3
+    assert standin.names().count("cuGraphInstantiate") == 1
+
+
+def test_a_new_stream_waits_for_the_previous_call(op, standin, fake_device):
+    layer = op.bind(weights())
+    arguments = inputs()
+    layer(*arguments)
+    layer(*arguments)
+    assert "cuStreamWaitEvent" not in standin.names()
+    fake_device.stream = 0x77
+    layer(*arguments)
+    ((stream, event, flags),) = standin.arguments("cuStreamWaitEvent")
+    assert (int(stream), flags) == (0x77, 0)
+    records = standin.arguments("cuEventRecord")
+    assert len(records) == 3
+    assert all(int(record[0]) == int(event) for record in records)
+    assert [int(a[1]) for a in standin.arguments("cuGraphLaunch")] == [0, 0, 0x77]
+
+
+def test_capture(op, standin, fake_device):
+    layer = op.bind(weights())
+    first, second = inputs(), inputs(3, torch.int32)
+    fake_device.capturing = True
+    with pytest.raises(CaptureError, match="once outside the capture"):
+        layer(*first)
+    fake_device.capturing = False
+    y = layer(*first)
+    launches = standin.names().count("cuGraphLaunch")
+
+    fake_device.capturing, fake_device.stream = True, 0x99
+    layer(*second)
+    assert standin.names().count("cuGraphLaunch") == launches
+    ((graph, after, count, _),) = standin.arguments("cuGraphAddChildGraphNode")
+    assert (int(graph), [int(node) for node in after], count) == (7, [9], 1)
+    ((stream, nodes, data, count, flag),) = standin.arguments("cuStreamUpdateCaptureDependencies")
+    assert (int(stream), len(nodes), data, count) == (0x99, 1, None, 1)
+    set_flag = real.CUstreamUpdateCaptureDependencies_flags
+    assert flag == set_flag.CU_STREAM_SET_CAPTURE_DEPENDENCIES
+    order = [n for n in standin.names() if n.startswith(("cuGraphKernelNode", "cuGraphAddChild"))]
+    assert order[-3:] == [*["cuGraphKernelNodeSetParams"] * 2, "cuGraphAddChildGraphNode"]
+
+    # The eager graph gets its own arguments back.
+    fake_device.capturing, fake_device.stream = False, 0
+    layer(*first, out=y)
+    dispatch, finalize = (u[2] for u in standin.arguments("cuGraphExecKernelNodeSetParams"))
+    assert argument_values(op, dispatch)["num_tokens"] == T
+    assert argument_values(op, finalize)["y"] == y.data_ptr()
+
+
+def test_a_stream_that_stopped_capturing(op, standin, fake_device):
+    layer = op.bind(weights())
+    layer(*inputs())
+    fake_device.capturing, standin.capturing = True, False
+    with pytest.raises(CaptureError, match="not being captured: CU_STREAM_CAPTURE_STATUS_NONE"):
+        layer(*inputs())
+
+
+def test_zero_tokens_still_run(op, standin):
+    y = op.bind(weights())(*inputs(0))
+    assert y.shape == (0, H)
+    assert standin.names().count("cuGraphLaunch") == 1
+
+
+def test_a_call_waits_for_nothing(op, standin, fake_device):
+    layer = op.bind(weights())
+    before = fake_device.syncs
+    for _ in range(3):
+        layer(*inputs())
+    assert fake_device.syncs == before
+
+
+def test_faults_surface_in_check_and_in_the_next_call(op):
+    layer = op.bind(weights())
+    op.check()
+    for i, word in enumerate((1, Role.DISPATCH, 0, 2, 0, 7, 6, 7, 1)):
+        op._record.words[i] = word
+    with pytest.raises(PeerTimeout, match="recv_header"):
+        op.check()
+    with pytest.raises(PeerTimeout):
+        layer(*inputs())
+    op.reset()
+    op.check(synchronize=True)
+    layer(*inputs())
+
+
+def test_an_abort_by_a_peer_shows_when_asked(op):
+    op.workspace_view("abort").fill_(1)
+    op.check()
+    with pytest.raises(GCMoEError, match="a peer aborted"):
+        op.check(synchronize=True)
+    op.reset()
+    op.check(synchronize=True)
+
+
+def test_reset_restores_the_initial_cells(make):
+    op = make(initial=(0xFFFFFFFF, 3, 5))
+    bases = op.workspace_view("bases").view(torch.int32)
+    assert bases.tolist() == [-1, 3, 0, 5]
+    bases.fill_(9)
+    op.reset()
+    assert bases.tolist() == [-1, 3, 0, 5]
+
+
+def test_stats(op):
+    op.workspace_view("stats").view(torch.int64).copy_(torch.arange(9))
+    stats = op.stats()
+    assert stats.rows.tolist() == list(range(8))
+    assert stats.bad_ids == 8
+
+
+def test_traces(make):
+    op = make(trace=True)
+    records = op.trace_records()
+    assert {role: tuple(t.shape) for role, t in records.items()} == {
+        Role.DISPATCH: (8, 16),
+        Role.COMPUTE: (124, 16),
+        Role.FINALIZE: (1, 16),
+    }
+    with pytest.raises(ValueError, match="trace = True"):
+        make().trace_records()
+
+
+def test_close(op, standin):
+    layer = op.bind(weights())
+    layer(*inputs())
+    op.close()
+    op.close()
+    for function in ("cuGraphExecDestroy", "cuGraphDestroy", "cuMemFreeHost"):
+        assert standin.names().count(function) == 1
+    for use in (op.check, op.reset, op.stats, lambda: op.bind(layer.packed)):
+        with pytest.raises(OperatorClosed):
+            use()
+    with pytest.raises(OperatorClosed):
+        layer(*inputs())
+
+
+def test_context_manager(make, standin):
+    with make() as op:
+        op.bind(weights())
+    assert "cuMemFreeHost" in standin.names()
+
+
+def test_driver_errors_name_call_and_code(op, standin):
+    layer = op.bind(weights())
+    standin.failing["cuGraphLaunch"] = real.CUresult.CUDA_ERROR_INVALID_VALUE
+    with pytest.raises(GCMoEError, match="cuGraphLaunch failed with CUDA_ERROR_INVALID_VALUE"):
+        layer(*inputs())
+
+
+def test_the_plan_follows_the_split(make, standin):
+    standin.num_sms = 78
+    op = make(dispatch_sms=9)
+    assert op.report.requested == 16
+    assert (op.plan.dispatch_sms, op.plan.num_sms, op.plan.compute_sms) == (16, 78, 62)
+    assert op._grids[Role.COMPUTE] == 62
+    assert {s.dispatch_ctas for s in kernel_specs(op.plan, "sm_90a")} == {16}
+
+
+X, IDS, W = inputs()
+BAD_CALLS = {
+    "x has dtype torch.float32, must be torch.bfloat16": (X.float(), IDS, W),
+    "x must be a tensor, got list": ([1], IDS, W),
+    "x has shape [5, 128], must be [T, 256]": (X[:, :128], IDS, W),
+    "x has shape [1, 5, 256], must be [T, 256]": (X[None], IDS, W),
+    "x has 17 tokens, at most max_tokens = 16": inputs(17),
+    "x has strides (1, 5), must be contiguous": (X.new_zeros(H, T).t(), IDS, W),
+    "topk_ids has dtype torch.int16, must be torch.int32 or torch.int64": (X, IDS.short(), W),
+    "topk_ids must be a tensor, got NoneType": (X, None, W),
+    "topk_ids has shape [4, 2], must be [5, 2]": (X, IDS[:4], W),
+    "topk_ids has shape [5, 1], must be [5, 2]": (X, IDS[:, :1], W),
+    "topk_weights has dtype torch.float64, must be torch.float32": (X, IDS, W.double()),
+    "topk_weights has strides (1, 5), must be contiguous": (X, IDS, W.new_zeros(K, T).t()),
+    "not a multiple of 16": (X.new_zeros(T * H + 1)[1:].view(T, H), IDS, W),
+    "out has shape [4, 256], must be [5, 256]": (X, IDS, W, X[:4]),
+    "out has dtype torch.float32, must be torch.bfloat16": (X, IDS, W, X.float()),
+}
+
+
+@pytest.mark.parametrize("message", BAD_CALLS)
+def test_bad_arguments_are_named(op, message, standin):
+    layer = op.bind(weights())
+    with pytest.raises((TypeError, ValueError), match=re.escape(message)):
+        layer(*BAD_CALLS[message])
+    assert "cuGraphLaunch" not in standin.names()
+
+
+def test_bad_weights_are_named(op):
+    other = MoEConfig(256, 256, 8, 2, 16)
+    with pytest.raises(ValueError, match=re.escape("(EL, H, I) = (8, 256, 256), this layer (8, 2")):
+        op.bind(weights(other))
+    elsewhere = replace(weights(), w2=torch.empty(8, 1, 2, 4, 4352, device="meta"))
+    with pytest.raises(ValueError, match=r"packed\.w2 is on meta, must be on cpu"):
+        op.bind(elsewhere)
+    with pytest.raises(TypeError, match="must be PackedWeights"):
+        op.bind(torch.zeros(1))
+
+
+class TwoRanks:
+    """Rank 1 of two; the other answers what ``answers`` says, else the same."""
+
+    def __init__(self, group):
+        self.rank, self.size, self.group, self.seen = 1, 2, group, []
+        self.answers = {}
+
+    def gather(self, value):
+        self.seen.append(value)
+        return [self.answers.get(len(self.seen) - 1, value), value]
+
+    together, require_equal = RankGroup.together, RankGroup.require_equal
+
+
+@pytest.fixture
+def two_ranks(monkeypatch):
+    """Answers of rank 0 by number of the exchange."""
+    answers = {}
+
+    def make_group(group):
+        ranks = TwoRanks(group)
+        ranks.answers = answers
+        return ranks
+
+    def map_peers(self, device, group):
+        self.buffer = torch.zeros(self.shape.num_bytes + 128, dtype=torch.uint8)
+        self.buffer = self.buffer[-self.buffer.data_ptr() % 128 :]
+        self.address = self.buffer.data_ptr()
+        self.peers = [1 << 40, self.address]
+
+    monkeypatch.setattr(operators, "RankGroup", make_group)
+    monkeypatch.setattr(operators, "device_identity", lambda device: ("host", "uuid"))
+    monkeypatch.setattr(operators, "require_peer_atomics", lambda device, identities: None)
+    monkeypatch.setattr(Workspace, "_map_peers", map_peers)
+    return answers
+
+
+def test_two_ranks(make, two_ranks, standin):
+    op = make(group="a group")
+    assert (op.rank, op.num_ranks, op.group) == (1, 2, "a group")
+    assert op.plan.workspace.local_experts == 4
+    assert all(len(k) for k in op._ranks.seen[1])
+    layer = op.bind(weights(MoEConfig(256, 128, 4, 2, 16)))
+    layer(*inputs())
+    parameters = standin.arguments("cuGraphAddKernelNode")[0][3]
+    pointers = (ctypes.c_void_p * 1).from_address(int(parameters.kernelParams))
+    table = (ctypes.c_uint64 * 2).from_address(pointers[0])
+    assert list(table) == [1 << 40, op._workspace.address]
+    assert argument_values(op, parameters)["rank"] == 1
+    exchanges = len(op._ranks.seen)
+    op.reset()
+    assert op._ranks.seen[exchanges:] == ["idle", "reset"]
+    op.close()
+    assert len(op._ranks.seen) == exchanges + 2
+
+
+def test_ranks_that_differ_all_raise(make, two_ranks):
+    two_ranks[1] = {"config.top_k": "8"}
+    with pytest.raises(ValueError, match=r"differs over the ranks: rank 1 has .* rank 0 has None"):
+        make(group="a group")
+
+
+def test_a_rank_that_fails_fails_all(make, two_ranks):
+    two_ranks[0] = "KernelNotCached: gcmoe_dispatch_0"
+    with pytest.raises(GCMoEError, match=r"creating the operator failed on rank 0: KernelNotCach"):
+        make(group="a group")
