@@ -113,7 +113,7 @@ class DispatchKernel:
     scan   warp 0 finds first row and first block of each expert                       1
     place  stable counting sort; a CTA keeps every D-th row in shared memory           2 a round
     routes the last CTA writes the block table (before place) and publishes it         1
-    pull   a warp per row: peer -> shared memory -> ring, published row by row         1
+    pull   a warp per row: peer -> shared memory -> ring, published row by row
     =====  ==========================================================================  ==========
 
     Timeline of a rank with few tokens (loads are 0.6 us, a fence 0.7, the wire 1.4)::
@@ -347,7 +347,8 @@ class DispatchKernel:
         last warp asks because it has the least to stage."""
         if (s["cta"] == 0) & (s["tid"] == U32(THREADS - WARP)):
             cell = s["workspace"] + self.spec.shape.offsets["in_flight"]
-            seen = sync.atomic(CLAIM, cell, U32(0), env["generation"])
+            # generation | 1: 0 means free, also when the generation wraps
+            seen = sync.atomic(CLAIM, cell, U32(0), env["generation"] | U32(1))
             if seen != U32(0):
                 sync.raise_fault(
                     FaultKind.OVERLAPPING_REPLAYS,

@@ -48,6 +48,30 @@ class Trace(IntEnum):
     END = 3
 
 
+@cute.jit
+def load_slot(address: Any, is_used: Any):
+    """8 columns of one combine slot as four words; zeros if the slot is unused."""
+    a, b, c, d = U32(0), U32(0), U32(0), U32(0)
+    if is_used != U32(0):
+        a, b, c, d = ptx.load_u32x4(address)
+    return a, b, c, d
+
+
+def load_slots(row: Any, slots: Any, stride: int, count: int) -> list[tuple[Any, ...]]:
+    """``count`` slots ``stride`` bytes apart, all loads in flight together."""
+    return [load_slot(row + i * stride, slots & U32(1 << i)) for i in range(count)]
+
+
+def add_slots(sums: tuple[Any, ...], rows: list[tuple[Any, ...]]) -> tuple[Any, ...]:
+    """Add the BF16 pairs of each row, in order."""
+    out = list(sums)
+    for words in rows:
+        for i, word in enumerate(words):
+            out[2 * i] = out[2 * i] + ptx.float_of(word << 16)
+            out[2 * i + 1] = out[2 * i + 1] + ptx.float_of(word & U32(0xFFFF_0000))
+    return tuple(out)
+
+
 class FinalizeKernel:
     """Any number of CTAs of 512 threads.
 
@@ -232,13 +256,16 @@ class FinalizeKernel:
         slots = U32(0)
         if chunk < s["num_chunks"]:
             first = chunk // U32(self.chunks) * U32(top_k)
-            ids = [
-                load_expert_id(s["ids"], first + U32(i), s["num_ids"], s["ids_are_int64"])
-                for i in range(top_k)
-            ]
-            for i in cutlass.range_constexpr(top_k):
-                valid, _ = classify_id(*ids[i], s["ids_are_int64"], self.spec.num_experts)
-                slots = slots | (U32(valid) << i)
+            for start in cutlass.range_constexpr(0, top_k, SLOTS_IN_FLIGHT):
+                end = min(start + SLOTS_IN_FLIGHT, top_k)
+                ids = [
+                    load_expert_id(s["ids"], first + U32(i), s["num_ids"], s["ids_are_int64"])
+                    for i in range(start, end)
+                ]
+                for i in cutlass.range_constexpr(start, end):
+                    low, high = ids[i - start]
+                    valid, _ = classify_id(low, high, s["ids_are_int64"], self.spec.num_experts)
+                    slots = slots | (U32(valid) << i)
         return slots
 
     @cute.jit
@@ -282,19 +309,20 @@ class FinalizeKernel:
         token = chunk // U32(self.chunks)
         offset = I64(chunk - token * self.chunks) * (2 * CHUNK_COLUMNS)
         row = at(s["workspace"], shape.offsets["combine"], token * top_k, 2 * shape.hidden) + offset
-        sums = [cutlass.Float32(0.0) for _ in range(CHUNK_COLUMNS)]
-        next_slots = U32(0)
-        for first in cutlass.range_constexpr(0, top_k, SLOTS_IN_FLIGHT):
-            rows = [
-                load_slot(row + i * 2 * shape.hidden, slots & U32(1 << i))
-                for i in range(first, min(first + SLOTS_IN_FLIGHT, top_k))
-            ]
-            if cutlass.const_expr(first == 0):
-                next_slots = self.valid_slots(s, chunk + s["ctas"] * THREADS)
-            for words in rows:
-                for i, word in enumerate(words):
-                    sums[2 * i] = sums[2 * i] + ptx.float_of(word << 16)
-                    sums[2 * i + 1] = sums[2 * i + 1] + ptx.float_of(word & U32(0xFFFF_0000))
+        sums = tuple(cutlass.Float32(0.0) for _ in range(CHUNK_COLUMNS))
+        next_chunk = chunk + s["ctas"] * THREADS
+        if cutlass.const_expr(top_k <= SLOTS_IN_FLIGHT):
+            rows = load_slots(row, slots, 2 * shape.hidden, top_k)
+            next_slots = self.valid_slots(s, next_chunk)
+            sums = add_slots(sums, rows)
+        else:
+            # A loop, because unrolled it would load all slots at once and run out of registers.
+            for _ in cutlass.range(-(-top_k // SLOTS_IN_FLIGHT), unroll=1):
+                rows = load_slots(row, slots, 2 * shape.hidden, SLOTS_IN_FLIGHT)
+                sums = add_slots(sums, rows)
+                row += I64(SLOTS_IN_FLIGHT * 2 * shape.hidden)
+                slots = slots >> SLOTS_IN_FLIGHT
+            next_slots = self.valid_slots(s, next_chunk)
         pairs = [ptx.bf16x2(sums[2 * i + 1], sums[2 * i]) for i in range(CHUNK_COLUMNS // 2)]
         ptx.store_u32x4(at(s["y"], 0, chunk, 2 * CHUNK_COLUMNS), *pairs)
         return next_slots
@@ -331,12 +359,3 @@ class FinalizeKernel:
                 )
                 ptx.store_u32(workspace + offsets["work_ticket"], U32(0))
                 ptx.store_u32(workspace + offsets["in_flight"], U32(0))
-
-
-@cute.jit
-def load_slot(address: Any, is_used: Any):
-    """8 columns of one combine slot as four words; zeros if the slot is unused."""
-    a, b, c, d = U32(0), U32(0), U32(0), U32(0)
-    if is_used != U32(0):
-        a, b, c, d = ptx.load_u32x4(address)
-    return a, b, c, d

@@ -37,6 +37,7 @@ SHAPES = {
     "v41_flash_ep8": (MoEConfig(5120, 2304, 384, 6, 256), 8),
     "small_odd": (MoEConfig(512, 384, 6, 3, 33), 2),
     "many_experts": (MoEConfig(1024, 512, 2048, 8, 64), 1),
+    "many_ranks": (MoEConfig(7168, 3072, 288, 8, 16), 72),
 }
 KIND_TYPES = {"u64": ".u64", "i64": ".u64", "i32": ".u32"}
 
