@@ -44,7 +44,7 @@ class Stats:
 
     Args:
         rows: int64 [EL] on the CPU, rows routed to each local expert.
-        bad_ids: expert ids outside [0, E) that this rank met and masked, -1 included.
+        bad_ids: expert ids of E and more that this rank met and masked.
     """
 
     rows: Tensor

@@ -222,7 +222,7 @@ def main_loop(tile, at, units, words, scale_bytes, wg, s, parity):
             for m in cutlass.range_constexpr(subtiles):
                 warpgroup.wait_group(subtiles - 1 - m)
                 promote(tile.main[m], tile.window[m], tile.scales)
-        # The stage was read by ordinary loads and is refilled by bulk copies: measured free on H200.
+        # The stage was read by ordinary loads and is refilled by bulk copies (free on H200).
         ptx.fence("proxy.async.shared::cta", "stage read")
         cute.arch.sync_warp()
         with cute.arch.elect_one():

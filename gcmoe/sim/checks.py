@@ -92,7 +92,7 @@ class RankView:
     slots: dict[int, tuple[int, int, int]] = field(default_factory=dict)
     items: set[tuple[bool, int, int]] = field(default_factory=set)
     published: dict[int, int] = field(default_factory=dict)
-    tiles: dict[int, int] = field(default_factory=dict)
+    tiles: set[tuple[int, int]] = field(default_factory=set)
 
     def end_replay(self) -> None:
         self.advanced = False
@@ -195,16 +195,13 @@ class Checker:
         if found != rows:
             raise Violation("full_early", f"{actor.name} block {block}: {found} of {rows} rows")
 
-    def end_w1(self, rank: int, block: int) -> None:
-        tiles = self.ranks[rank].tiles
-        tiles[block] = tiles.get(block, 0) + 1
+    def end_w1(self, rank: int, block: int, tile: int) -> None:
+        self.ranks[rank].tiles.add((block, tile))
 
-    def start_w2(self, actor: Actor, block: int, w1_tiles: int) -> None:
-        found = self.ranks[actor.rank].tiles.get(block, 0)
-        if found != w1_tiles:
-            raise Violation(
-                "bits_early", f"{actor.name} block {block}: {found} of {w1_tiles} W1 items"
-            )
+    def read_activations(self, actor: Actor, block: int, tile: int) -> None:
+        """A W2 item passed its wait for one window of ``a``."""
+        if (block, tile) not in self.ranks[actor.rank].tiles:
+            raise Violation("bits_early", f"{actor.name} block {block}: W1 tile {tile} is not done")
 
     def take_item(self, rank: int, is_w2: bool, block: int, tile: int) -> None:
         key = (is_w2, block, tile)

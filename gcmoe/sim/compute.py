@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from gcmoe.protocol import BlockEntry, RoutesHeader, RowMeta, Word32, Word64, is_valid
+from gcmoe.protocol import Word32, Word64, is_valid
 from gcmoe.sim.checks import Violation
 from gcmoe.sim.common import adder, enter, publish, read_bases, spin
 from gcmoe.sim.data import NAN
+from gcmoe.sim.decode import decode_block, decode_meta, decode_routes
 from gcmoe.sim.dispatch import fragment, full_ring
 from gcmoe.sim.machine import Launch, Simulation, Wait
 from gcmoe.sim.memory import Actor, Steps
@@ -18,10 +19,9 @@ def compute(sim: Simulation, launch: Launch, actor: Actor) -> Steps:
     if (yield from enter(sim, actor)):
         actor.cta.poisoned = not sim.variant.forget_abort
         return
-    if sim.variant.first_item_is_index:
-        ticket = actor.cta.index
-    else:
-        ticket = yield from take_ticket(sim, launch, actor)
+    tickets = [actor.cta.index] if sim.variant.first_item_is_index else []
+    while len(tickets) <= sim.config.tickets_ahead:
+        tickets.append((yield from take_ticket(sim, launch, actor)))
     bases = yield from read_bases(sim, launch, actor)
     rank, wanted = actor.rank, int(bases[0])
     wait = Wait(
@@ -30,23 +30,21 @@ def compute(sim: Simulation, launch: Launch, actor: Actor) -> Steps:
     )  # fmt: skip
     if not (yield from spin(sim, actor, wait, wanted)):
         return
-    header = Word64(sim.memory.peek(actor, (rank, "routes", 0)))
-    num_blocks = int(RoutesHeader.NUM_BLOCKS.get(header))
+    num_blocks = decode_routes(sim.memory.peek(actor, (rank, "routes", 0)))
     num_items = int(sim.order(rank).num_items(Word32(num_blocks)))
     if num_blocks:
         yield "block_table"
     table = []
     for index in range(num_blocks):
-        word = Word32(sim.memory.load(actor, (rank, "block_table", index)))
-        table.append((int(BlockEntry.EXPERT.get(word)), int(BlockEntry.ROWS.get(word))))
-    while ticket < num_items:
-        item = sim.item(rank, ticket, num_blocks)
-        is_w2, block, tile = bool(int(item.is_w2)), int(item.block), int(item.tile)
+        table.append(decode_block(sim.memory.load(actor, (rank, "block_table", index))))
+    while tickets[0] < num_items:
+        is_w2, block, tile = sim.item(rank, tickets.pop(0), num_blocks)
         sim.check.take_item(rank, is_w2, block, tile)
         run = run_w2 if is_w2 else run_w1
-        ticket = yield from run(sim, launch, actor, bases, block, tile, table[block])
+        ticket = yield from run(sim, launch, actor, bases, block, tile, table)
         if ticket is None:
             return
+        tickets.append(ticket)
 
 
 def take_ticket(sim: Simulation, launch: Launch, actor: Actor) -> Steps:
@@ -75,6 +73,17 @@ def wait_full(
     return (yield from spin(sim, actor, wait, int(generation)))
 
 
+def wait_bits(
+    sim: Simulation, actor: Actor, slot: int, epoch: Word32, window: int, generation: Word32
+) -> Steps:
+    """The bits of one window of ``a``, as the loop over K comes to it."""
+    bits, odd = int(sim.bitmap.window_bits(Word64(1), window)), Word64(int(epoch) & 1)
+    complete, addr = sim.bitmap.is_complete, (actor.rank, "w1_bitmap", slot)
+    edge = sim.variant.edges["w1_bitmap"]
+    wait = Wait("bits", addr, lambda v: bool(complete(Word64(v), bits, odd)), edge, bits)
+    return (yield from spin(sim, actor, wait, int(generation)))
+
+
 def run_w1(
     sim: Simulation,
     launch: Launch,
@@ -82,7 +91,7 @@ def run_w1(
     bases: tuple[Any, ...],
     block: int,
     tile: int,
-    entry: tuple[int, int],
+    table: list[tuple[int, int]],
 ) -> Steps:
     """Waits for the rows of the block, stores 128 columns of ``a``, flips their bits."""
     memory, rank, u = sim.memory, actor.rank, sim.config.slot_rows
@@ -90,7 +99,7 @@ def run_w1(
     slot, epoch = place_of(sim, bases, block)
     if not (yield from wait_full(sim, launch, actor, slot, epoch, bases[0])):
         return None
-    expert, num_rows = entry
+    expert, num_rows = table[block]
     sim.check.start_w1(actor, block, num_rows)
     yield "ring_rows"
     rows = [memory.load_async(actor, (rank, "ring_rows", slot * u + n)) for n in range(num_rows)]
@@ -122,7 +131,7 @@ def run_w1(
         publish(sim, actor, done, rank, slot, lambda v: v | bits)
     else:
         publish(sim, actor, done, rank, slot, lambda v: v ^ bits)
-    sim.check.end_w1(rank, block)
+    sim.check.end_w1(rank, block, tile)
     return ticket
 
 
@@ -133,7 +142,7 @@ def run_w2(
     bases: tuple[Any, ...],
     block: int,
     tile: int,
-    entry: tuple[int, int],
+    table: list[tuple[int, int]],
 ) -> Steps:
     """Waits for ``a``, scatters rows to their source ranks, adds arrivals, frees the slot."""
     memory, rank, u = sim.memory, actor.rank, sim.config.slot_rows
@@ -141,21 +150,12 @@ def run_w2(
     # Bits tell even from odd epochs only. When the ring is reused within a replay, the bits of two
     # epochs ago would pass for those of this one; rows in the slot mean that the epoch before is
     # over. Between replays finalize sees to that.
-    is_reused = launch.num_blocks > sim.config.num_slots
+    is_reused = len(table) > sim.config.num_slots
     if (is_reused and not sim.variant.skip_full_before_bits) and not (
         yield from wait_full(sim, launch, actor, slot, epoch, bases[0])
     ):
         return None
-    mask, odd, bitmap = sim.bitmap.mask, Word64(int(epoch) & 1), sim.bitmap
-    wait = Wait(
-        "bits", (rank, "w1_bitmap", slot),
-        lambda v: bool(bitmap.is_complete(Word64(v), mask, odd)),
-        sim.variant.edges["w1_bitmap"], mask,
-    )  # fmt: skip
-    if not (yield from spin(sim, actor, wait, int(bases[0]))):
-        return None
-    expert, num_rows = entry
-    sim.check.start_w2(actor, block, sim.w1_tiles)
+    expert, num_rows = table[block]
     edges = sim.variant.edges
     # Loads that neither flag orders may be late, which is as if the slot were freed before them.
     free_first = sim.variant.empty_before_read or not (
@@ -167,17 +167,21 @@ def run_w2(
     if sim.variant.add_before_scatter:
         metas = [memory.load(actor, (rank, "ring_meta", slot * u + n)) for n in range(num_rows)]
         yield from add_arrivals(sim, launch, actor, metas)
-    yield "a_rows"
-    first = slot * sim.w1_tiles
-    codes = [memory.load_async(actor, (rank, "a_rows", first + w)) for w in range(sim.w1_tiles)]
-    scales = [memory.load_async(actor, (rank, "a_scale", first + w)) for w in range(sim.w1_tiles)]
+    codes, scales = [], []
+    for window in range(sim.w1_tiles):
+        if not (yield from wait_bits(sim, actor, slot, epoch, window, bases[0])):
+            return None
+        sim.check.read_activations(actor, block, window)
+        yield "a_rows"
+        index = slot * sim.w1_tiles + window
+        codes.append(memory.load_async(actor, (rank, "a_rows", index)))
+        scales.append(memory.load_async(actor, (rank, "a_scale", index)))
     yield "ring_meta"
     metas = [memory.load(actor, (rank, "ring_meta", slot * u + n)) for n in range(num_rows)]
     sim.check.read_slot(rank, slot, block)
     columns, base = sim.w2_columns(rank), rank * sim.config.local_experts
     for n, word in enumerate(metas):
-        meta = Word32(word)
-        src, token, k = (int(f.get(meta)) for f in (RowMeta.SRC, RowMeta.TOKEN, RowMeta.SLOT))
+        src, token, k = decode_meta(word)
         if src >= sim.config.ranks or token >= sim.config.tokens or k >= sim.config.top_k:
             raise Violation("malformed", f"{actor.name} reads row metadata {word:#x}")
         part_codes = [block_codes[n] if block_codes else 0 for block_codes in codes]
@@ -202,7 +206,7 @@ def add_arrivals(sim: Simulation, launch: Launch, actor: Actor, metas: list[int]
     columns = sim.w2_columns(rank)
     counts: dict[int, int] = {}
     for word in metas:
-        src = int(RowMeta.SRC.get(Word32(word)))
+        src = decode_meta(word)[0]
         counts[src] = counts.get(src, 0) + 1
     yield "combine_arrivals"
     sim.memory.prepare(actor, edge)
@@ -295,8 +299,7 @@ def advance(
     if memory.peek(actor, (rank, "abort", 0)) and not sim.variant.advance_after_abort:
         return
     generation, epoch_base, slot_base, _ = bases
-    header = Word64(memory.load(actor, (rank, "routes", 0)))
-    num_blocks = Word32(int(RoutesHeader.NUM_BLOCKS.get(header)))
+    num_blocks = Word32(decode_routes(memory.load(actor, (rank, "routes", 0))))
     yield "bases"
     sim.check.advance(actor, is_last)
     following = (

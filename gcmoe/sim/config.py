@@ -54,6 +54,7 @@ class SimConfig:
         w2_columns: columns of a W2 item, cycling over ranks only.
         warps: warps of a dispatch CTA that pull rows.
         rows_in_flight: rows that a warp loads before it stores the first of them.
+        tickets_ahead: tickets that a compute CTA holds besides that of the running item.
         replays: layer calls of every rank.
         routing: kind of routing.
         problem: routing itself; None draws it from the seed.
@@ -82,6 +83,7 @@ class SimConfig:
     w2_columns: tuple[int, ...] = (256,)
     warps: int = 1
     rows_in_flight: int = 2
+    tickets_ahead: int = 0
     replays: int = 3
     routing: Routing = "random"
     problem: Problem | None = None
@@ -212,6 +214,7 @@ def random_config(
         w2_columns=rng.choice(((256,), (256,), (256, 128))),
         warps=rng.choice((1, 1, 2)),
         rows_in_flight=rng.choice((1, 2)),
+        tickets_ahead=rng.choice((0, 0, 1, 2)),
         routing=rng.choice((*ROUTINGS, "random", "dense", "dense", "dense", "random")),
         start=rng.choice(STARTS) if start is None else start,
         weak=rng.random() < 0.4 if weak is None else weak,

@@ -24,6 +24,7 @@ from gcmoe.protocol import (
 from gcmoe.protocol.edges import CLAIM
 from gcmoe.sim.checks import Violation
 from gcmoe.sim.common import adder, enter, fault, is_poisoned, publish, read_bases, spin
+from gcmoe.sim.decode import decode_entry, decode_header
 from gcmoe.sim.machine import Launch, Simulation, Wait
 from gcmoe.sim.memory import Actor, Steps
 
@@ -174,10 +175,9 @@ def receive(sim: Simulation, launch: Launch, actor: Actor, generation: Word32) -
         wait = Wait("header", addr, lambda v: v >> 32 == wanted, edge, wanted, src)
         if not (yield from spin(sim, actor, wait, wanted)):
             return None
-        header = Word64(sim.memory.peek(actor, addr))
-        if RecvHeader.GENERATION.get(header) == wanted:
+        found, call, count = decode_header(sim.memory.peek(actor, addr))
+        if found == wanted:
             sim.check.read_header(rank, parity, src, word)
-        call, count = int(RecvHeader.CALL.get(header)), int(RecvHeader.COUNT.get(header))
         mine = launch.layer % RecvHeader.CALL.limit
         if call != mine and not sim.variant.ignore_call:
             yield from fault(
@@ -195,7 +195,7 @@ def receive(sim: Simulation, launch: Launch, actor: Actor, generation: Word32) -
     if sim.variant.skip_own_headers:
         # The count of the own rank is then whatever word 0 holds.
         own = sim.memory.peek(actor, (rank, "recv_header", header_index(sim, parity, rank, 0)))
-        counts[rank].append(int(RecvHeader.COUNT.get(Word64(own))))
+        counts[rank].append(decode_header(own)[2])
     return (yield from read_entries(sim, actor, parity, counts, wanted))
 
 
@@ -212,14 +212,8 @@ def read_entries(
         if count:
             yield "recv_entries"
         for index in range(count):
-            word = Word64(sim.memory.load(actor, (rank, "recv_entries", first + index)))
-            row = Row(
-                src,
-                int(Entry.TOKEN.get(word)),
-                int(Entry.SLOT.get(word)),
-                int(Entry.EXPERT.get(word)),
-                int(Entry.WEIGHT.get(word)),
-            )
+            word = sim.memory.load(actor, (rank, "recv_entries", first + index))
+            row = Row(src, *decode_entry(word))
             if row.token >= config.tokens or row.slot >= config.top_k or (
                 row.expert >= config.local_experts
             ):  # fmt: skip

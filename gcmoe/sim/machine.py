@@ -7,6 +7,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 from gcmoe.protocol import (
@@ -15,7 +16,6 @@ from gcmoe.protocol import (
     Cell,
     Edge,
     FaultRecord,
-    Item,
     Role,
     TokenRing,
     W1Bitmap,
@@ -88,6 +88,13 @@ class Event:
 RoleSteps = Callable[["Simulation", Launch, Actor], Steps]
 
 
+@lru_cache(maxsize=1 << 16)
+def item_of(order: WorkOrder, ticket: int, num_blocks: int) -> tuple[bool, int, int]:
+    """(is W2, block, tile) of a ticket; the order's text runs on words once per argument."""
+    item = order.item(Word32(ticket), Word32(num_blocks))
+    return bool(int(item.is_w2)), int(item.block), int(item.tile)
+
+
 class Simulation:
     """State of one run."""
 
@@ -114,7 +121,6 @@ class Simulation:
         self.arrivals = Arrivals(config.hidden)
         self.w1_tiles = config.intermediate // 128
         self.windows = config.hidden // 128
-        self._items: dict[tuple[int, int, int], Item] = {}
         self._orders = [
             work_order(variant, config.num_slots, self.w1_tiles, self.w2_tiles(rank))
             for rank in range(config.ranks)
@@ -130,6 +136,7 @@ class Simulation:
         self.events: list[Event] = []
         self.faults: list[FaultRecord] = []
         self.expiries_left = config.expiries
+        self.expiry_rate = self.rng.choice((0.001, 0.003, 0.01)) if config.expiries else 0.0
         self.barriers: Counter[int] = Counter()
         self.launches: list[list[Launch]] = [[] for _ in range(config.ranks)]
         self.y: list[dict[int, Any]] = [{} for _ in range(config.ranks)]
@@ -149,14 +156,8 @@ class Simulation:
     def order(self, rank: int) -> WorkOrder:
         return self._orders[rank]
 
-    def item(self, rank: int, ticket: int, num_blocks: int) -> Item:
-        """The work order, computed on words once per distinct argument."""
-        key = (self.w2_tiles(rank), ticket, num_blocks)
-        found = self._items.get(key)
-        if found is None:
-            found = self._orders[rank].item(Word32(ticket), Word32(num_blocks))
-            self._items[key] = found
-        return found
+    def item(self, rank: int, ticket: int, num_blocks: int) -> tuple[bool, int, int]:
+        return item_of(self._orders[rank], ticket, num_blocks)
 
     def valid_slots(self, layer: int, rank: int) -> int:
         experts = self.config.experts
@@ -371,7 +372,9 @@ class Simulation:
         ]
         if not able or not self.config.expiries:
             return False
-        actor = able[int(self.rng.random() * len(able))]
+        # By kind first, so that the many short waits do not hide the few long ones.
+        kind = self.rng.choice(sorted({actor.wait.kind for actor in able}))
+        actor = self.rng.choice([a for a in able if a.wait.kind == kind])
         self._unblock(actor)
         actor.reply = EXPIRED
         actor.aborted = True
@@ -392,7 +395,7 @@ class Simulation:
             ):
                 self.trace = (self.trace * 0x100000001B3 + 1) & MASK_64
                 continue
-            if self.expiries_left and rng.random() < 0.01 and self._expire_one():
+            if self.expiries_left and rng.random() < self.expiry_rate and self._expire_one():
                 self.expiries_left -= 1
             if not runnable:
                 if not self.blocked:

@@ -30,6 +30,7 @@ from gcmoe.protocol import is_valid
 from gcmoe.sim.config import SimConfig, draw_problem
 
 WINDOW = 128
+MISSING = None
 
 
 def make_weights(
@@ -93,6 +94,8 @@ class Numbers:
         self, layer: int, expert: int, row: Any, scales: list[Any], weight_bits: int, window: int
     ) -> tuple[Any, Any]:
         """128 columns of ``a``: these gate rows and the up rows that belong to them."""
+        if not isinstance(row, tuple) or not all(isinstance(scale, Tensor) for scale in scales):
+            return MISSING, MISSING
         weights, inner = self.weights[layer], self.config.intermediate
         first = window * WINDOW
         rows = [*range(first, first + WINDOW), *range(inner + first, inner + first + WINDOW)]
@@ -113,6 +116,8 @@ class Numbers:
     def w2(
         self, layer: int, expert: int, codes: list[Any], scales: list[Any], tile: int, columns: int
     ) -> Any:
+        if not all(isinstance(part, Tensor) for part in (*codes, *scales)):
+            return MISSING
         weights = self.weights[layer]
         rows = slice(tile * columns, (tile + 1) * columns)
         return w2(
@@ -125,10 +130,14 @@ class Numbers:
     def finish(self, slots: list[list[Any]]) -> Any:
         if not slots:
             return torch.zeros(self.config.hidden, dtype=torch.bfloat16)
+        if not all(isinstance(tile, Tensor) for tiles in slots for tile in tiles):
+            return MISSING
         combine = torch.stack([torch.cat(tiles) for tiles in slots])[None]
         return finalize(combine, torch.ones(1, len(slots), dtype=torch.bool))[0]
 
     def error(self, layer: int, rank: int, token: int, y: Any) -> str | None:
+        if y is MISSING:
+            return "y is the sum of rows that nobody has stored"
         wanted = self.oracle[layer][rank][token]
         if torch.equal(y.view(torch.int16), wanted.view(torch.int16)):
             return None

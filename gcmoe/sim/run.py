@@ -167,7 +167,8 @@ def explore(
         return _explore_seeds(range(first_seed, first_seed + num_schedules), config)
     end = first_seed + num_schedules
     shares = [(range(first_seed + p, end, processes), config) for p in range(processes)]
-    context = multiprocessing.get_context("fork")
+    # A forked child would inherit the locks of threads that it does not have.
+    context = multiprocessing.get_context("spawn")
     total = ExploreResult()
     with context.Pool(processes) as pool:
         for part in pool.starmap(_explore_seeds, shares):

@@ -5,6 +5,7 @@ Importing this module touches no GPU. Weights, references and operators are kept
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -295,14 +296,19 @@ def run(layer: Any, batch: Batch) -> Tensor:
 
 @dataclass(frozen=True)
 class Bounds:
-    """Of a layer against the oracle: the worst token, and the root mean square over many tokens."""
+    """Of a layer against the oracle: per token, and the root mean square over many tokens.
+
+    ``outliers`` is the share of tokens, rounded up, that may have twice the relative L2: a flipped
+    code of the largest activation of a token whose other slots weigh little.
+    """
 
     relative_l2: float
     cosine: float
     rms: float = 1e-2
+    outliers: float = 0.0
 
 
-FULL = Bounds(1e-2, 0.9999)
+FULL = Bounds(1e-2, 0.9999, outliers=0.01)
 """Many activations stand behind each token: single code flips average out."""
 FEW = Bounds(3e-2, 0.9995)
 """One slot dominates a token."""
@@ -373,6 +379,11 @@ def check_layer(
         f"cosine {float(cosine.min()):.6f}"
     )
     good = (relative <= bounds.relative_l2) & (cosine >= bounds.cosine)
+    near = (relative <= 2 * bounds.relative_l2) & (1 - cosine <= 4 * (1 - bounds.cosine))
+    allowed = math.ceil(bounds.outliers * len(good))
+    if bool(near.all()) and 0 < int((~good).sum()) <= allowed:
+        print(f"    {int((~good).sum())} of {len(good)} tokens within twice the bound: allowed")
+        good = near
     for token in (~good).nonzero().flatten()[:4].tolist():
         problems.add(
             f"{what}: token {token} relative L2 {float(relative[token]):.5f} (at most "

@@ -149,7 +149,7 @@ def test_faults_leave_y_right_or_nan() -> None:
 
 def test_fault_says_who_waited_for_what() -> None:
     config = SimConfig(routing="dense", expiries=1)
-    faults = [f for seed in range(40) for f in simulate(config, seed, "random").faults]
+    faults = [f for seed in range(60) for f in simulate(config, seed, "priority").faults]
     headers = [f for f in faults if f.cell.name == "RECV_HEADER"]
     assert headers
     assert "waited for recv_header" in headers[0].describe()
