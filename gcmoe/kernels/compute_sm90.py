@@ -198,6 +198,7 @@ class ComputeKernel:
         pointers = {name: getattr(storage, name).data_ptr() for name in self.fields}
         at = {name: pointer.toint() for name, pointer in pointers.items()}
         events = trace + I64(cta) * (TRACE_WORDS * 8)
+        sync.jitter(self.spec, tid, cta)
         self.prepare(tid, warp, pointers, at, events)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
@@ -267,6 +268,7 @@ class ComputeKernel:
                 num_blocks = U32(0)
                 ptx.shared_store(at["poisoned"], U32(1))
             num_items = self.order.num_items(num_blocks)
+            recurs = self.order.slot_recurs(num_blocks)
             q, free_parity, taken_parity, go = I32(0), U32(1), U32(0), I32(1)
             while go != 0:
                 kind = U32(int(Kind.STOP))
@@ -297,6 +299,7 @@ class ComputeKernel:
                     (Word.ROWS, rows),
                     (Word.WIDTH, width),
                     (Word.EPOCH, epoch),
+                    (Word.SLOT_RECURS, recurs),
                 ):
                     ptx.shared_store(record + int(word) * 4, value)
                 ptx.mbarrier_arrive(at["item"] + q * 8)

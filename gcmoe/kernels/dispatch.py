@@ -225,6 +225,7 @@ class DispatchKernel:
             "warp": U32(warp),
             "cta": U32(cta),
         }
+        sync.jitter(self.spec, s["tid"], s["cta"])
         self.record_start(s)
         # Everything that does not depend on the generation is loaded first.
         low, high, weight = self.sending.load_route(s, s["tid"])

@@ -169,6 +169,7 @@ class FinalizeKernel:
             "cta": U32(cta),
             "ctas": U32(ctas),
         }
+        sync.jitter(self.spec, tid, cta)
         if cutlass.const_expr(self.spec.trace):
             if tid == 0:
                 record = at(trace, 0, cta, 8 * TRACE_WORDS)

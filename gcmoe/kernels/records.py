@@ -26,3 +26,4 @@ class Word(IntEnum):
     ROWS = 4
     WIDTH = 5
     EPOCH = 6
+    SLOT_RECURS = 7

@@ -38,6 +38,8 @@ class KernelSpec:
         tiles: tile plan of the compute kernel.
         dispatch_ctas: grid of dispatch, one CTA per SM of its partition.
         trace: record in-kernel timestamps; costs nothing when off.
+        jitter_ns: for tests, every CTA starts late by a pseudo-random time below this; nothing is
+            emitted when 0.
     """
 
     role: Role
@@ -48,6 +50,7 @@ class KernelSpec:
     tiles: TilePlan
     dispatch_ctas: int
     trace: bool = False
+    jitter_ns: int = 0
 
     @property
     def symbol(self) -> str:
@@ -106,7 +109,9 @@ class KernelSpec:
         )
 
 
-def kernel_spec(plan: LayerPlan, role: Role, arch: str, *, trace: bool = False) -> KernelSpec:
+def kernel_spec(
+    plan: LayerPlan, role: Role, arch: str, *, trace: bool = False, jitter_ns: int = 0
+) -> KernelSpec:
     """The spec of one role of a plan."""
     return KernelSpec(
         role=role,
@@ -117,10 +122,13 @@ def kernel_spec(plan: LayerPlan, role: Role, arch: str, *, trace: bool = False) 
         tiles=plan.tiles,
         dispatch_ctas=plan.dispatch_sms,
         trace=trace,
+        jitter_ns=jitter_ns,
     )
 
 
-def kernel_specs(plan: LayerPlan, arch: str, *, trace: bool = False) -> tuple[KernelSpec, ...]:
+def kernel_specs(
+    plan: LayerPlan, arch: str, *, trace: bool = False, jitter_ns: int = 0
+) -> tuple[KernelSpec, ...]:
     """The specs of all roles of a plan, in launch order."""
     roles = (Role.DISPATCH, Role.COMPUTE, Role.FINALIZE)
-    return tuple(kernel_spec(plan, role, arch, trace=trace) for role in roles)
+    return tuple(kernel_spec(plan, role, arch, trace=trace, jitter_ns=jitter_ns) for role in roles)

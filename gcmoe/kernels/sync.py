@@ -193,6 +193,25 @@ def await_bits(edge: cutlass.Constexpr, address: Any, bits: Any, odd: Any, index
 
 
 @cute.jit
+def jitter(spec: cutlass.Constexpr, tid: Any, cta: Any):
+    """Hold this CTA back for a pseudo-random time below ``spec.jitter_ns``; nothing when 0.
+
+    For tests; the first step of a kernel, by all its threads."""
+    if cutlass.const_expr(spec.jitter_ns > 0):
+        if tid == 0:
+            start = ptx.global_timer()
+            bits = U32(start >> 5) ^ (U32(cta) * U32(0x9E37_79B9) + U32(int(spec.role)))
+            bits = (bits ^ (bits >> 16)) * U32(0x7FEB_352D)
+            bits = (bits ^ (bits >> 15)) * U32(0x846C_A68B)
+            bits = bits ^ (bits >> 16)
+            delay = I64((U64(bits) * U64(spec.jitter_ns)) >> 32)
+            waited = I64(0)
+            while waited < delay:
+                waited = ptx.global_timer() - start
+        cute.arch.sync_threads()
+
+
+@cute.jit
 def mark(spec: cutlass.Constexpr, events: Any, word: cutlass.Constexpr):
     """Record the time as one word of this CTA's trace; by one thread, nothing when off."""
     if cutlass.const_expr(spec.trace):
@@ -208,6 +227,7 @@ __all__ = [
     "await_generation",
     "await_reached",
     "complete",
+    "jitter",
     "mark",
     "observe",
     "poll",

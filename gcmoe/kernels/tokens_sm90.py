@@ -30,15 +30,14 @@ class TokenFeed:
 
     @cute.jit
     def tokens_warp(self, at, base, maps):
-        """Token tiles and scales; the only warp that waits for other CTAs while items run."""
+        """Item after item; every hand-shake completes also after a failed wait."""
         workspace, fault_record, rank, budget_ns, events = base
         offsets = self.shape.offsets
         with cute.arch.elect_one():
             generation = ptx.load_u32(workspace + offsets["bases"])
             env = sync.wait_env(self.spec, workspace, fault_record, rank, generation, budget_ns)
             q, item_parity, s, parity, go = I32(0), U32(0), I32(0), U32(1), I32(1)
-            ok = I32(1)
-            first = I32(1)
+            ok, first = I32(1), I32(1)
             while go != 0:
                 ptx.mbarrier_wait(at["item"] + q * 8, item_parity)
                 record = at["records"] + q * (RECORD_WORDS * 4)
@@ -46,76 +45,99 @@ class TokenFeed:
                 slot = ptx.shared_load(record + int(Word.SLOT) * 4)
                 width = ptx.shared_load(record + int(Word.WIDTH) * 4)
                 epoch = ptx.shared_load(record + int(Word.EPOCH) * 4)
-                data = at["item_data"] + q * 8
+                recurs = ptx.shared_load(record + int(Word.SLOT_RECURS) * 4)
                 if kind == U32(int(Kind.STOP)):
                     go = I32(0)
-                elif kind == U32(int(Kind.W1)):
-                    if ok != 0:
-                        ok = sync.await_reached(
-                            FULL,
-                            workspace + offsets["token_ring_full"] + I64(slot) * 4,
-                            self.shape.ring.full_target(epoch),
-                            slot,
-                            U32(NO_PEER),
-                            env,
-                        )
-                        sync.after_observe(FULL)
-                    if ok != 0:
-                        ptx.mbarrier_expect(data, self.max_width * 4)
-                        ptx.bulk_load(
-                            at["weights"] + q * (self.max_width * 4),
-                            workspace + offsets["ring_weight"] + I64(slot) * (self.max_width * 4),
-                            self.max_width * 4,
-                            data,
-                        )
+                else:
+                    is_w1 = kind == U32(int(Kind.W1))
+                    if (is_w1 | (recurs != U32(0))) & (ok != 0):
+                        ok = self.await_block(workspace, slot, epoch, env)
+                    if is_w1:
+                        self.load_weights_of_rows(at, workspace, q, slot, ok)
                         if first != 0:
                             sync.mark(self.spec, events, 3)
                             first = I32(0)
+                        s, parity = self.feed_w1(at, workspace, maps, s, parity, slot, width, ok)
                     else:
-                        ptx.shared_store(at["poisoned"], U32(1))
-                        ptx.mbarrier_arrive(data)
-                    for k in cutlass.range(self.w1_units, unroll=1):
-                        ptx.mbarrier_wait(at["empty"] + s * 8, parity)
-                        if ok != 0:
-                            self.load_tokens(at, workspace, maps, s, slot, width, k)
-                        else:
-                            ptx.mbarrier_arrive(at["full_x"] + s * 8)
-                        s += 1
-                        if s == self.stages:
-                            s = I32(0)
-                            parity ^= 1
-                else:
-                    ptx.mbarrier_arrive(data)
-                    seen = U64(0)
-                    odd = U64(epoch & 1)
-                    flips = odd * U64(0xFFFF_FFFF_FFFF_FFFF)
-                    for k in cutlass.range(self.w2_units, unroll=1):
-                        ptx.mbarrier_wait(at["empty"] + s * 8, parity)
-                        bits = self.unit_bits(k)
-                        if ((seen & bits) != bits) & (ok != 0):
-                            ok, bitmap = sync.await_bits(
-                                W1_DONE,
-                                workspace + offsets["w1_bitmap"] + I64(slot) * 8,
-                                bits,
-                                odd,
-                                slot,
-                                env,
-                            )
-                            sync.after_observe(W1_DONE)
-                            seen = bitmap ^ flips
-                        if ok != 0:
-                            self.load_activations(at, workspace, s, slot, width, k)
-                        else:
-                            ptx.shared_store(at["poisoned"], U32(1))
-                            ptx.mbarrier_arrive(at["full_x"] + s * 8)
-                        s += 1
-                        if s == self.stages:
-                            s = I32(0)
-                            parity ^= 1
+                        ptx.mbarrier_arrive(at["item_data"] + q * 8)
+                        s, parity, ok = self.feed_w2(
+                            at, workspace, s, parity, slot, width, epoch, ok, env
+                        )
                 q += 1
                 if q == QUEUE_ENTRIES:
                     q = I32(0)
                     item_parity ^= 1
+
+    @cute.jit
+    def await_block(self, workspace, slot, epoch, env):
+        """Wait until the block of this epoch lies in its slot.
+
+        A W2 item needs this too when a slot recurs within the replay: its bitmap tells only the
+        parity of an epoch, and a block that is full says that all bits of the epoch before are
+        flipped (it waited for the slot to be empty).
+        """
+        ok = sync.await_reached(
+            FULL,
+            workspace + self.shape.offsets["token_ring_full"] + I64(slot) * 4,
+            self.shape.ring.full_target(epoch),
+            slot,
+            U32(NO_PEER),
+            env,
+        )
+        sync.after_observe(FULL)
+        return ok
+
+    @cute.jit
+    def load_weights_of_rows(self, at, workspace, q, slot, ok):
+        """The routing weights of the block to the queue entry, where the epilogue reads them."""
+        data, num_bytes = at["item_data"] + q * 8, self.max_width * 4
+        if ok != 0:
+            source = workspace + self.shape.offsets["ring_weight"] + I64(slot) * num_bytes
+            ptx.mbarrier_expect(data, num_bytes)
+            ptx.bulk_load(at["weights"] + q * num_bytes, source, num_bytes, data)
+        else:
+            ptx.shared_store(at["poisoned"], U32(1))
+            ptx.mbarrier_arrive(data)
+
+    @cute.jit
+    def feed_w1(self, at, workspace, maps, s, parity, slot, width, ok):
+        """The units of a W1 item; returns the next stage and its parity."""
+        for k in cutlass.range(self.w1_units, unroll=1):
+            ptx.mbarrier_wait(at["empty"] + s * 8, parity)
+            if ok != 0:
+                self.load_tokens(at, workspace, maps, s, slot, width, k)
+            else:
+                ptx.mbarrier_arrive(at["full_x"] + s * 8)
+            s += 1
+            if s == self.stages:
+                s = I32(0)
+                parity ^= 1
+        return s, parity
+
+    @cute.jit
+    def feed_w2(self, at, workspace, s, parity, slot, width, epoch, ok, env):
+        """The units of a W2 item, each once its bits are flipped; also returns ok."""
+        bitmap_cell = workspace + self.shape.offsets["w1_bitmap"] + I64(slot) * 8
+        odd = U64(epoch & 1)
+        flips = odd * U64(0xFFFF_FFFF_FFFF_FFFF)
+        seen = U64(0)
+        for k in cutlass.range(self.w2_units, unroll=1):
+            ptx.mbarrier_wait(at["empty"] + s * 8, parity)
+            bits = self.unit_bits(k)
+            if ((seen & bits) != bits) & (ok != 0):
+                ok, bitmap = sync.await_bits(W1_DONE, bitmap_cell, bits, odd, slot, env)
+                sync.after_observe(W1_DONE)
+                seen = bitmap ^ flips
+            if ok != 0:
+                self.load_activations(at, workspace, s, slot, width, k)
+            else:
+                ptx.shared_store(at["poisoned"], U32(1))
+                ptx.mbarrier_arrive(at["full_x"] + s * 8)
+            s += 1
+            if s == self.stages:
+                s = I32(0)
+                parity ^= 1
+        return s, parity, ok
 
     @cute.jit
     def unit_bits(self, k):

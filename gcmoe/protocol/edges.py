@@ -168,6 +168,8 @@ EMPTY = Edge(
         Payload("ring_scale", "generic", "async"),
         Payload("ring_weight", "generic", "async"),
         Payload("ring_meta", "generic", "generic"),
+        Payload("a_rows", "async", "async"),
+        Payload("a_scale", "async", "async"),
     ),
     meaning="W2 columns of this slot are finished and nothing reads its rows any more",
 )

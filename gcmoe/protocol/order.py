@@ -48,8 +48,15 @@ class WorkOrder:
 
     def segment_blocks(self, num_blocks: Any) -> Any:
         """G: all blocks when they fit the ring, else half of the ring."""
-        overflow = is_less(num_blocks * 0 + self.num_slots, num_blocks)
-        return num_blocks + (self.num_slots // 2 - num_blocks) * overflow
+        return num_blocks + (self.num_slots // 2 - num_blocks) * self.slot_recurs(num_blocks)
+
+    def slot_recurs(self, num_blocks: Any) -> Any:
+        """1 when a slot serves two blocks of this replay, else 0.
+
+        Then a W2 item waits for its own block to be full before it looks at the bitmap: a bit tells
+        only the parity of an epoch, and a full block says that the epoch before is over.
+        """
+        return is_less(num_blocks * 0 + self.num_slots, num_blocks)
 
     def num_items(self, num_blocks: Any) -> Any:
         return num_blocks * (self.w1_tiles + self.w2_tiles)

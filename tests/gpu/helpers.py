@@ -39,12 +39,14 @@ class Case:
     dispatch_sms: int | None = None
     ring_slots: int | None = None
     trace: bool = False
+    jitter_ns: int = 0
 
     def options(self) -> dict[str, Any]:
         return {
             "dispatch_sms": self.dispatch_sms,
             "ring_slots": self.ring_slots,
             "trace": self.trace,
+            "jitter_ns": self.jitter_ns,
         }
 
 
@@ -77,6 +79,8 @@ CASES: dict[str, Case] = {
     # The same layer with a ring for every block and with the smallest ring.
     "many-experts": Case(_layer(512, 384, 32, 2, 256, None)),
     "small-ring": Case(_layer(512, 384, 32, 2, 256, None), ring_slots=2),
+    # CTAs that start late by random times disturb the order in which items run.
+    "small-ring-jitter": Case(_layer(512, 384, 32, 2, 256, None), ring_slots=2, jitter_ns=20_000),
 }
 SMALL_CASES = ("one-window", "odd-33", "odd-256", "top-8", "one-expert")
 
@@ -85,7 +89,7 @@ def case_specs(name: str) -> tuple[Any, ...]:
     """The kernels of a case."""
     case = CASES[name]
     plan = make_plan(case.config, 1, dispatch_sms=case.dispatch_sms, ring_slots=case.ring_slots)
-    return kernel_specs(plan, ARCH, trace=case.trace)
+    return kernel_specs(plan, ARCH, trace=case.trace, jitter_ns=case.jitter_ns)
 
 
 @cache
@@ -98,7 +102,7 @@ def compile_cases() -> None:
             kernel = get_kernel(spec)
             how = "cached" if kernel.from_cache else f"{time.perf_counter() - start:.1f} s"
             print(
-                f"{name:<15} {spec.role.name.lower():<9} {kernel.threads:>5} threads "
+                f"{name:<17} {spec.role.name.lower():<9} {kernel.threads:>5} threads "
                 f"{kernel.registers or '?':>4} registers {kernel.smem_bytes:>7} B shared  {how}",
                 flush=True,
             )
