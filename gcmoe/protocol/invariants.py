@@ -73,8 +73,8 @@ INVARIANTS: tuple[Invariant, ...] = (
         "A W2 item reads only columns of a that W1 stored in the same epoch.",
         "each bit is flipped once per epoch, so a bit of an even epoch is complete at one and of "
         "an odd epoch at zero; the value that the epoch before left fails the comparison. That of "
-        "two epochs before would pass: when a slot recurs in a replay, the item first waits for its "
-        "block to be full, which the slot is only after the epoch before has ended",
+        "two epochs before would pass: when a slot recurs in a replay, the item first waits for "
+        "its block to be full, which the slot is only after the epoch before has ended",
     ),
     Invariant(
         "each_item_once",
