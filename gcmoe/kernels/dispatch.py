@@ -55,6 +55,8 @@ class Trace(IntEnum):
     FIRST_ROW = 5
     LAST_ROW = 6
     END = 7
+    ROW_LOADED = 8
+    ROW_STORED = 9
 
 
 @cute.jit
@@ -432,6 +434,8 @@ class DispatchKernel:
                 slot = ring.slot(place)
                 ok = self.load_row(s, meta, slot, ring.epoch(epoch_base, place), phase, env)
                 phase = phase ^ U32(1)
+                if index == 0:
+                    self.stamp(s, Trace.ROW_LOADED)
                 if ok != 0:
                     self.store_row(s, meta, weight, slot, RowPlace.ROW.get(packed), rows)
                     if index == 0:
@@ -500,6 +504,7 @@ class DispatchKernel:
         if lane == 0:
             sync.complete(FULL)
         cute.arch.sync_warp()
+        self.stamp(s, Trace.ROW_STORED)
         if lane == 0:
             cell = at(workspace, shape.offsets["token_ring_full"], slot, 4)
             sync.publish(FULL, cell, shape.ring.full_increment(row, rows))
