@@ -43,6 +43,8 @@ class ComputeKernel:
         item_data[q]    scheduler, tokens -> consumers  2 + row scales, routing weights
         item_free[q]    consumers -> scheduler  one per consumer warp; they are always last
         next_ticket     weights -> scheduler    1, two units before an item's weights end
+        ticket_known    scheduler -> weights    1, once: the first ticket, before the routes
+        guess           weights -> weights      1 + its first stages, once
         out_full        consumers -> publisher  one per consumer warp
         out_free        publisher -> consumers  1
 
@@ -69,6 +71,7 @@ class ComputeKernel:
         self.w2_units = (self.w2_windows + 1) // 2
         self.w1_tiles = shape.intermediate // 128
         self.w2_tiles = shape.hidden // TILE_ROWS
+        self.guessed_units = min(self.stages, self.w1_units)
         self.order = WorkOrder(shape.num_slots, self.w1_tiles, self.w2_tiles)
         self.feed = TokenFeed(spec)
         self.output = TileOutput(spec)
@@ -91,9 +94,12 @@ class ComputeKernel:
             "item_data": array[I64, queue],
             "item_free": array[I64, queue],
             "next_ticket": array[I64, 1],
+            "ticket_known": array[I64, 1],
+            "guess": array[I64, 1],
             "out_full": array[I64, 1],
             "out_free": array[I64, 1],
-            "poisoned": array[U32, 2],
+            "poisoned": array[U32, 1],
+            "first_ticket": array[U32, 1],
             "out_record": array[U32, RECORD_WORDS],
             "lut": align[array[U32, 2 * mma.TABLE_ENTRIES], 128],
             "records": align[array[U32, queue * RECORD_WORDS], 128],
@@ -234,6 +240,8 @@ class ComputeKernel:
                     cute.arch.mbarrier_init(pointers["item_data"] + i, 2)
                     cute.arch.mbarrier_init(pointers["item_free"] + i, consumer_warps)
                 cute.arch.mbarrier_init(pointers["next_ticket"], 1)
+                cute.arch.mbarrier_init(pointers["ticket_known"], 1)
+                cute.arch.mbarrier_init(pointers["guess"], 1)
                 cute.arch.mbarrier_init(pointers["out_full"], consumer_warps)
                 cute.arch.mbarrier_init(pointers["out_free"], 1)
         if tid == 0:
@@ -254,6 +262,8 @@ class ComputeKernel:
         offsets = self.shape.offsets
         with cute.arch.elect_one():
             ticket = sync.atomic(TICKET, workspace + offsets["work_ticket"], U32(1))
+            ptx.shared_store(at["first_ticket"], ticket)
+            ptx.mbarrier_arrive(at["ticket_known"])
             generation, epoch_base, slot_base, _ = ptx.load_u32x4(workspace + offsets["bases"])
             env = sync.wait_env(self.spec, workspace, fault_record, rank, generation, budget_ns)
             ok = I32(1)
@@ -340,51 +350,100 @@ class ComputeKernel:
     def weights_warp(self, at, w13, w2):
         """One bulk load per unit; never waits for tokens."""
         with cute.arch.elect_one():
+            is_guess_pending, guessed = self.guess(at, w13)
             q, item_parity, s, parity, go = I32(0), U32(0), I32(0), U32(1), I32(1)
             while go != 0:
                 ptx.mbarrier_wait(at["item"] + q * 8, item_parity)
                 record = at["records"] + q * (RECORD_WORDS * 4)
                 kind = ptx.shared_load(record + int(Word.KIND) * 4)
+                # Units of this item that lie in their stages already.
+                num_loaded = I32(0)
+                if is_guess_pending != 0:
+                    # Also before a stop: nothing may be written to a CTA that has ended.
+                    ptx.mbarrier_wait(at["guess"], U32(0))
+                    is_guess_pending = I32(0)
+                    expert = ptx.shared_load(record + int(Word.EXPERT) * 4)
+                    tile = ptx.shared_load(record + int(Word.TILE) * 4)
+                    if (kind == U32(int(Kind.W1))) & (expert * self.w1_tiles + tile == guessed):
+                        num_loaded = I32(self.guessed_units)
                 if kind == U32(int(Kind.STOP)):
-                    # consumers look ahead into the next stage: give them a phase to see
+                    # Consumers look ahead into the next stage: give them a phase to see.
                     go = I32(0)
                     ptx.mbarrier_wait(at["empty"] + s * 8, parity)
                     ptx.mbarrier_arrive(at["full_w"] + s * 8)
                 else:
-                    expert = ptx.shared_load(record + int(Word.EXPERT) * 4)
-                    tile = ptx.shared_load(record + int(Word.TILE) * 4)
-                    units = I32(self.w1_units)
-                    unit = I64(expert * self.w1_tiles + tile) * self.w1_units
-                    source = w13
-                    if kind == U32(int(Kind.W2)):
-                        units = I32(self.w2_units)
-                        unit = I64(expert * self.w2_tiles + tile) * self.w2_units
-                        source = w2
-                    source = source + unit * mma.UNIT_BYTES
-                    claim = units - 2
-                    if claim < 0:
-                        claim = I32(0)
-                    for k in cutlass.range(units, unroll=1):
-                        if k == claim:
-                            ptx.mbarrier_arrive(at["next_ticket"])
-                        ptx.mbarrier_wait(at["empty"] + s * 8, parity)
-                        ptx.mbarrier_expect(at["full_w"] + s * 8, mma.UNIT_BYTES)
-                        ptx.bulk_load(
-                            at["w"] + s * mma.UNIT_BYTES,
-                            source,
-                            mma.UNIT_BYTES,
-                            at["full_w"] + s * 8,
-                            evict_first=True,
-                        )
-                        source += mma.UNIT_BYTES
-                        s += 1
-                        if s == self.stages:
-                            s = I32(0)
-                            parity ^= 1
+                    units, source = self.weights_of(record, kind, w13, w2)
+                    s, parity = self.load_units(at, units, source, num_loaded, s, parity)
                 q += 1
                 if q == QUEUE_ENTRIES:
                     q = I32(0)
                     item_parity ^= 1
+
+    @cute.jit
+    def guess(self, at, w13):
+        """Fill the stages before the routes are known, as if each expert had one block.
+
+        The loads complete on a barrier of their own: when the guess is right, the stages are handed
+        over as they are, else they are loaded again. Either way the burst of reads is over when
+        dispatch pulls its rows, which it would delay (measured 4 us on H200 at 64 tokens).
+        """
+        ptx.mbarrier_wait(at["ticket_known"], U32(0))
+        ticket = ptx.shared_load(at["first_ticket"])
+        is_pending = I32(0)
+        if ticket < U32(self.shape.local_experts * self.w1_tiles):
+            is_pending = I32(1)
+            ptx.mbarrier_expect(at["guess"], self.guessed_units * mma.UNIT_BYTES)
+            source = w13 + I64(ticket) * (self.w1_units * mma.UNIT_BYTES)
+            for k in cutlass.range_constexpr(self.guessed_units):
+                ptx.bulk_load(
+                    at["w"] + k * mma.UNIT_BYTES,
+                    source + k * mma.UNIT_BYTES,
+                    mma.UNIT_BYTES,
+                    at["guess"],
+                    evict_first=True,
+                )
+        return is_pending, ticket
+
+    @cute.jit
+    def weights_of(self, record, kind, w13, w2):
+        """(number of units, address) of an item's weights."""
+        expert = ptx.shared_load(record + int(Word.EXPERT) * 4)
+        tile = ptx.shared_load(record + int(Word.TILE) * 4)
+        units = I32(self.w1_units)
+        unit = I64(expert * self.w1_tiles + tile) * self.w1_units
+        source = w13
+        if kind == U32(int(Kind.W2)):
+            units = I32(self.w2_units)
+            unit = I64(expert * self.w2_tiles + tile) * self.w2_units
+            source = w2
+        return units, source + unit * mma.UNIT_BYTES
+
+    @cute.jit
+    def load_units(self, at, units, source, num_loaded, s, parity):
+        """All units of an item; the first ``num_loaded`` are only handed over."""
+        claim = units - 2
+        if claim < 0:
+            claim = I32(0)
+        for k in cutlass.range(units, unroll=1):
+            if k == claim:
+                ptx.mbarrier_arrive(at["next_ticket"])
+            ptx.mbarrier_wait(at["empty"] + s * 8, parity)
+            if k < num_loaded:
+                ptx.mbarrier_arrive(at["full_w"] + s * 8)
+            else:
+                ptx.mbarrier_expect(at["full_w"] + s * 8, mma.UNIT_BYTES)
+                ptx.bulk_load(
+                    at["w"] + s * mma.UNIT_BYTES,
+                    source + I64(k) * mma.UNIT_BYTES,
+                    mma.UNIT_BYTES,
+                    at["full_w"] + s * 8,
+                    evict_first=True,
+                )
+            s += 1
+            if s == self.stages:
+                s = I32(0)
+                parity ^= 1
+        return s, parity
 
     # ------------------------------------------------------------------- consumers
 
