@@ -44,7 +44,7 @@ class ComputeKernel:
         item_free[q]    consumers -> scheduler  one per consumer warp; they are always last
         next_ticket     weights -> scheduler    1, two units before an item's weights end
         ticket_known    scheduler -> weights    1, once: the first ticket, before the routes
-        guess           weights -> weights      1 + its first stages, once
+        guess           weights -> weights      1 + 34,816 B, a phase per guessed unit
         out_full        consumers -> publisher  one per consumer warp
         out_free        publisher -> consumers  1
 
@@ -350,22 +350,19 @@ class ComputeKernel:
     def weights_warp(self, at, w13, w2):
         """One bulk load per unit; never waits for tokens."""
         with cute.arch.elect_one():
-            is_guess_pending, guessed = self.guess(at, w13)
+            num_guessed, guessed = self.guess(at, w13)
             q, item_parity, s, parity, go = I32(0), U32(0), I32(0), U32(1), I32(1)
             while go != 0:
                 ptx.mbarrier_wait(at["item"] + q * 8, item_parity)
                 record = at["records"] + q * (RECORD_WORDS * 4)
                 kind = ptx.shared_load(record + int(Word.KIND) * 4)
-                # Units of this item that lie in their stages already.
-                num_loaded = I32(0)
-                if is_guess_pending != 0:
-                    # Also before a stop: nothing may be written to a CTA that has ended.
-                    ptx.mbarrier_wait(at["guess"], U32(0))
-                    is_guess_pending = I32(0)
-                    expert = ptx.shared_load(record + int(Word.EXPERT) * 4)
-                    tile = ptx.shared_load(record + int(Word.TILE) * 4)
-                    if (kind == U32(int(Kind.W1))) & (expert * self.w1_tiles + tile == guessed):
-                        num_loaded = I32(self.guessed_units)
+                # Units of this item that lie in their stages already: of the first one at most.
+                expert = ptx.shared_load(record + int(Word.EXPERT) * 4)
+                tile = ptx.shared_load(record + int(Word.TILE) * 4)
+                num_loaded = num_guessed
+                if (kind != U32(int(Kind.W1))) | (expert * self.w1_tiles + tile != guessed):
+                    num_loaded = I32(0)
+                num_guessed = I32(0)
                 if kind == U32(int(Kind.STOP)):
                     # Consumers look ahead into the next stage: give them a phase to see.
                     go = I32(0)
@@ -384,17 +381,17 @@ class ComputeKernel:
         """Fill the stages before the routes are known, as if each expert had one block.
 
         The loads complete on a barrier of their own: when the guess is right, the stages are handed
-        over as they are, else they are loaded again. Either way the burst of reads is over when
-        dispatch pulls its rows, which it would delay (measured 4 us on H200 at 64 tokens).
+        over as they are, else they are loaded again. One unit is in flight at a time: more would
+        fill the memory's queues and delay every load, store and fence of dispatch by microseconds.
         """
         ptx.mbarrier_wait(at["ticket_known"], U32(0))
         ticket = ptx.shared_load(at["first_ticket"])
-        is_pending = I32(0)
+        num_loaded = I32(0)
         if ticket < U32(self.shape.local_experts * self.w1_tiles):
-            is_pending = I32(1)
-            ptx.mbarrier_expect(at["guess"], self.guessed_units * mma.UNIT_BYTES)
+            num_loaded = I32(self.guessed_units)
             source = w13 + I64(ticket) * (self.w1_units * mma.UNIT_BYTES)
             for k in cutlass.range_constexpr(self.guessed_units):
+                ptx.mbarrier_expect(at["guess"], mma.UNIT_BYTES)
                 ptx.bulk_load(
                     at["w"] + k * mma.UNIT_BYTES,
                     source + k * mma.UNIT_BYTES,
@@ -402,7 +399,8 @@ class ComputeKernel:
                     at["guess"],
                     evict_first=True,
                 )
-        return is_pending, ticket
+                ptx.mbarrier_wait(at["guess"], U32(k & 1))
+        return num_loaded, ticket
 
     @cute.jit
     def weights_of(self, record, kind, w13, w2):

@@ -31,7 +31,6 @@ class SortSteps:
     def __init__(self, spec: KernelSpec, shared_map: SharedMap) -> None:
         self.spec = spec
         self.map = shared_map
-        self.block_shift = spec.shape.block_rows.bit_length() - 1
 
     @cute.jit
     def list_sources(self, s: dict):
@@ -112,14 +111,13 @@ class SortSteps:
     def scan_experts(self, s: dict):
         """Warp 0: first row and first block of each expert. A lane sums consecutive experts."""
         m, block_rows = self.map, self.spec.shape.block_rows
-        shift = self.block_shift
         if s["warp"] == 0:
             mine = s["lane"] * m.lane_experts
             rows, blocks = U32(0), U32(0)
             for i in cutlass.range(m.lane_experts, unroll=4):
                 count = ptx.shared_load(word_at(s, m.tally, mine + U32(i)))
                 rows += count
-                blocks += (count + U32(block_rows - 1)) >> shift
+                blocks += (count + U32(block_rows - 1)) // U32(block_rows)
             own_rows, own_blocks = rows, blocks
             for i in cutlass.range_constexpr(5):
                 lower_rows = cute.arch.shuffle_sync_up(rows, 1 << i)
@@ -140,7 +138,7 @@ class SortSteps:
                 # From here on the rows of this expert that earlier rounds have placed.
                 ptx.shared_store(word_at(s, m.tally, expert), U32(0))
                 rows += count
-                blocks += (count + U32(block_rows - 1)) >> shift
+                blocks += (count + U32(block_rows - 1)) // U32(block_rows)
 
     def expert_rows(self, s: dict[str, Any], expert: Any) -> tuple[Any, Any]:
         """(first row, number of rows) of an expert."""
@@ -235,10 +233,11 @@ class SortSteps:
         index = place // U32(ctas)
         # A list that changed since it was counted must not reach beyond the arrays.
         if (row < count) & (place - index * ctas == s["cta"]):
-            in_block = row & U32(block_rows - 1)
+            blocks_before = row // U32(block_rows)
+            in_block = row - blocks_before * block_rows
             rows = smaller(count - (row - in_block), U32(block_rows))
             block = ptx.shared_load(word_at(s, m.first_block, expert))
-            block += row >> self.block_shift
+            block += blocks_before
             meta = RowMeta.pack(src, Entry.TOKEN.get(low), Entry.SLOT.get(low))
             ptx.shared_store(word_at(s, m.row_meta, index), meta)
             ptx.shared_store(word_at(s, m.row_weight, index), weight)

@@ -48,10 +48,20 @@ class TilePlan:
 
 
 # Rows name the machine and the measurement they come from: H200, one rank's share of EP8.
-# Narrow: 96-102 % of the byte floor at 8..64 tokens. Wide: the only build without spills above 40.
+# Narrow: 96-102 % of the byte floor at 8..64 tokens. Builds with more than 40 columns spill unless
+# a warpgroup has two sub-tiles and 232 registers; 48 columns leave room for a fourth stage.
 NARROW_TILES = TilePlan((8, 16, 24, 32), 4, 1, 4, 32, 112)
+MEDIUM_TILES = TilePlan((16, 32, 40, 48), 2, 2, 4, 40, 232)
 WIDE_TILES = TilePlan((16, 32, 48, 64), 2, 2, 3, 40, 232)
-NARROW_MEAN_ROWS = 24
+NARROW_MEAN_ROWS = 20
+MEDIUM_MEAN_ROWS = 36
+
+
+def choose_tiles(mean_rows: float) -> TilePlan:
+    """The tiles for a full batch that gives an expert ``mean_rows`` rows on average."""
+    if mean_rows <= NARROW_MEAN_ROWS:
+        return NARROW_TILES
+    return MEDIUM_TILES if mean_rows <= MEDIUM_MEAN_ROWS else WIDE_TILES
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +120,7 @@ def make_plan(
             f"below the {num_sms} SMs of the GPU"
         )
     mean_rows = config.max_tokens * num_ranks * config.top_k / config.num_experts
-    tiles = NARROW_TILES if mean_rows <= NARROW_MEAN_ROWS else WIDE_TILES
+    tiles = choose_tiles(mean_rows)
     shape = WorkspaceShape(
         hidden=config.hidden,
         intermediate=config.intermediate,

@@ -49,7 +49,7 @@ class WorkspaceShape:
         local_experts: EL.
         num_slots: S, slots of the token ring, a power of two.
         slot_rows: U, rows of a slot.
-        block_rows: BM <= U, rows of a full block; a power of two.
+        block_rows: BM <= U, rows of a full block.
         header_words: Q, receive-header words per source, at least the largest dispatch grid.
     """
 
@@ -65,10 +65,9 @@ class WorkspaceShape:
     header_words: int
 
     def __post_init__(self) -> None:
-        if not 0 < self.block_rows <= self.slot_rows or self.block_rows & (self.block_rows - 1):
+        if not 0 < self.block_rows <= self.slot_rows:
             raise ValueError(
-                f"block_rows = {self.block_rows}: a power of two of at most "
-                f"slot_rows = {self.slot_rows}"
+                f"block_rows = {self.block_rows}: from 1 to slot_rows = {self.slot_rows}"
             )
         if self.slot_rows >= BlockEntry.ROWS.limit:
             raise ValueError(
