@@ -33,7 +33,14 @@ from gcmoe.config import MoEConfig
 from gcmoe.kernels.build import get_kernel, source_digest
 from gcmoe.kernels.spec import kernel_specs
 from gcmoe.models import MODELS, share
-from gcmoe.numerics import BlockExceptions, PackedWeights, compare, moe_reference, unpack
+from gcmoe.numerics import (
+    BlockExceptions,
+    Comparison,
+    PackedWeights,
+    compare,
+    moe_reference,
+    unpack,
+)
 from gcmoe.plan import make_plan
 
 SCHEMA_VERSION = 1
@@ -45,7 +52,9 @@ ARCH = "sm_90a"
 SUBBLOCK_WORD_BYTES = 4096
 SCALE_INDICES = (11, 15)
 ROW_SCALE = 2.0**-13
-MAX_RELATIVE_L2, MIN_COSINE = 2e-2, 0.9995
+MAX_RELATIVE_L2, MAX_SHARE_BEYOND, WORST_RELATIVE_L2, MIN_COSINE = 1e-2, 0.05, 3e-2, 0.999
+CHECK_TOKENS, SAMPLE_TOKENS = 64, 2
+"""Tokens checked of the first layer, and of each other one."""
 CLOCKS = "clocks.sm,clocks.mem,clocks.max.sm,power.draw,temperature.gpu,clocks_event_reasons.active"
 
 
@@ -119,8 +128,8 @@ def floor_us(config: MoEConfig, inputs: list[Inputs]) -> tuple[float, float]:
 
 def check_tokens(
     config: MoEConfig, packed: PackedWeights, one: Inputs, tokens: list[int]
-) -> dict[str, float]:
-    """The worst of some tokens of a layer against the oracle, which sees their experts only."""
+) -> list[Comparison]:
+    """Some tokens of a layer, each against the oracle, which sees their experts only."""
     ids = one.ids[tokens]
     used = ids.unique()
     experts = unpack(
@@ -135,25 +144,45 @@ def check_tokens(
     small = replace(config, num_experts=len(used))
     local = torch.searchsorted(used, ids)
     trace = moe_reference(one.source[tokens], local, one.weights[tokens], experts, small)
-    return compare(one.y[tokens], trace.y)._asdict()
+    y = one.y[tokens]
+    return [compare(y[n : n + 1], trace.y[n : n + 1]) for n in range(len(tokens))]
 
 
 def check_layers(
     config: MoEConfig, packed: list[PackedWeights], inputs: list[Inputs]
 ) -> dict[str, Any]:
-    """All tokens of the first layer at few tokens, samples of the others."""
+    """Up to 64 tokens of the first layer and two of each other one.
+
+    A token beyond 1e-2 would have to be explained by codes of ``a`` that moved, which needs the
+    stages of the call: the tests do that. Here few may lie beyond, and none far.
+    """
     num_tokens = len(inputs[0].ids)
-    worst = {"cosine": 1.0, "relative_l2": 0.0}
+    found: list[Comparison] = []
     finite = True
     for n, (weights, one) in enumerate(zip(packed, inputs, strict=True)):
-        count = min(num_tokens, 8 if n == 0 else 2)
+        count = min(num_tokens, CHECK_TOKENS if n == 0 else SAMPLE_TOKENS)
         tokens = sorted({(n + t * num_tokens // count) % num_tokens for t in range(count)})
-        found = check_tokens(config, weights, one, tokens)
-        worst["cosine"] = min(worst["cosine"], found["cosine"])
-        worst["relative_l2"] = max(worst["relative_l2"], found["relative_l2"])
-        finite = finite and bool(one.y.isfinite().all()) and found["cosine"] == found["cosine"]
-    good = worst["cosine"] >= MIN_COSINE and worst["relative_l2"] <= MAX_RELATIVE_L2
-    return {"correct": finite and good, "finite": finite, **worst}
+        found += check_tokens(config, weights, one, tokens)
+        finite = finite and bool(one.y.isfinite().all())
+    finite = finite and all(c.cosine == c.cosine for c in found)
+    cosine = min(c.cosine for c in found)
+    relative_l2 = max(c.relative_l2 for c in found)
+    beyond = sum(not c.relative_l2 <= MAX_RELATIVE_L2 for c in found)
+    few = beyond <= MAX_SHARE_BEYOND * len(found)
+    good = few and cosine >= MIN_COSINE and relative_l2 <= WORST_RELATIVE_L2
+    rule = (
+        f"per token against the oracle: relative L2 above {MAX_RELATIVE_L2} in at most "
+        f"{MAX_SHARE_BEYOND:.0%} of the tokens and above {WORST_RELATIVE_L2} in none, cosine at "
+        f"least {MIN_COSINE}; up to {CHECK_TOKENS} tokens of the first layer, {SAMPLE_TOKENS} of "
+        f"each other one"
+    )
+    return {
+        "correct": finite and good,
+        "finite": finite,
+        "cosine": cosine,
+        "relative_l2": relative_l2,
+        "check": {"rule": rule, "tokens": len(found), "beyond": beyond},
+    }
 
 
 # ----------------------------------------------------------------------------------------- timing

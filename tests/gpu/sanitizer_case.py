@@ -10,7 +10,8 @@ import sys
 from dataclasses import replace
 
 import torch
-from helpers import CASES, SMALL, Problems, check_layer, make_batch, reference, weights_of
+from helpers import CASES, Problems, make_batch, reference, weights_of
+from stages import check_layer
 
 import gcmoe
 
@@ -31,7 +32,8 @@ def main() -> int:
             y = layer(batch.x, batch.ids, batch.weights)
             op.check(synchronize=True)
             trace = reference(batch, weights, config)
-            check_layer(problems, f"{routing} T = {num_tokens}", y, trace, batch, SMALL)
+            what = f"{routing} T = {num_tokens}"
+            check_layer(problems, what, op, batch, y, trace, weights)
         torch.cuda.synchronize()
     for line in problems.lines:
         print(line)

@@ -6,14 +6,10 @@ import pytest
 import torch
 from helpers import (
     CASES,
-    FULL,
-    SMALL,
     Batch,
-    Bounds,
     Problems,
     Weights,
     capture,
-    check_layer,
     fresh_operator,
     layer_of,
     make_batch,
@@ -23,6 +19,7 @@ from helpers import (
     run,
     weights_of,
 )
+from stages import check_layer
 
 from gcmoe.errors import CaptureError
 
@@ -35,8 +32,8 @@ def copy_into(target: Batch, source: Batch) -> None:
     target.weights.copy_(source.weights)
 
 
-@pytest.mark.parametrize(("case", "bounds"), [("top-8", SMALL), ("flash-64", FULL)])
-def test_two_layers_in_a_graph(case: str, bounds: Bounds) -> None:
+@pytest.mark.parametrize("case", ["top-8", "flash-64"])
+def test_two_layers_in_a_graph(case: str) -> None:
     """Two layers with other work between, inputs and weights changed in place afterwards."""
     config = CASES[case].config
     experts = [random_experts(config, 4, seed) for seed in (2, 3)]
@@ -64,12 +61,17 @@ def test_two_layers_in_a_graph(case: str, bounds: Bounds) -> None:
             copy_into(inputs, batch)
             graph.replay()
             op.check(synchronize=True)
-            w = [Weights(e, p) for e, p in zip(experts, packed, strict=True)]
-            trace = reference(batch, w[0], config)
-            check_layer(problems, f"replay {n}, first layer", middle, trace, batch, bounds)
+            w = [Weights(e, p, 4) for e, p in zip(experts, packed, strict=True)]
             after = Batch(middle.float().mul(8.0).bfloat16(), batch.ids, batch.weights)
-            trace = reference(after, w[1], config)
-            check_layer(problems, f"replay {n}, second layer", y, trace, after, bounds)
+            for which, layer, own, given, found in (
+                ("second", second, w[1], after, y),
+                ("first", first, w[0], batch, middle),
+            ):
+                what = f"replay {n}, {which} layer"
+                trace = reference(given, own, config)
+                if layer is first:  # the workspace holds the second layer: call the first again
+                    problems.expect_equal(what, found, run(first, given))
+                check_layer(problems, what, op, given, found, trace, own)
         del graph
     problems.finish()
 

@@ -7,19 +7,15 @@ import pytest
 import torch
 from helpers import (
     CASES,
-    FEW,
-    FULL,
     ROUTINGS,
-    SMALL,
     SMALL_CASES,
     Problems,
-    check_layer,
     layer_of,
     make_batch,
     reference,
     run,
 )
-from stages import bases, check_stages
+from stages import bases, check_layer, check_stages
 
 from gcmoe.config import MoEConfig
 from gcmoe.numerics import ExpertWeights, compare, moe_reference, moe_unquantized
@@ -56,7 +52,8 @@ def test_share(case: str) -> None:
         batch = make_batch(CASES[case].config, num_tokens)
         y = run(layer, batch)
         trace = reference(batch, weights, CASES[case].config)
-        check_layer(problems, f"{case} T = {num_tokens}", y, trace, batch, FULL)
+        what = f"{case} T = {num_tokens}"
+        check_layer(problems, what, layer.op, batch, y, trace, weights)
     problems.finish()
 
 
@@ -69,7 +66,7 @@ def test_share_routings(case: str) -> None:
         y = run(layer, batch)
         trace = reference(batch, weights, CASES[case].config)
         what = f"{case} {routing} T = {num_tokens}"
-        check_layer(problems, what, y, trace, batch, FEW)
+        check_layer(problems, what, layer.op, batch, y, trace, weights)
         unused = ~trace.valid.any(dim=1)
         problems.expect_equal(
             f"{what}: tokens without an expert", y[unused], torch.zeros_like(y[unused])
@@ -92,8 +89,8 @@ def test_small_layers_stage_by_stage(case: str) -> None:
         before = bases(op)
         y = run(layer, batch)
         trace = reference(batch, weights, config)
-        check_layer(found, what, y, trace, batch, SMALL)
-        summary = check_stages(found, op, batch, y, trace, weights, before, min_equal=0.97)
+        check_layer(found, what, op, batch, y, trace, weights)
+        summary = check_stages(found, op, batch, y, trace, weights, before)
         print(f"    {summary}")
         for line in found.lines:
             problems.add(line if line.startswith(what) else f"{what}: {line}")

@@ -18,6 +18,19 @@ REPLAYS = 21
 SM, START = 0, 1
 DISPATCH_LAST_ROW = 6
 COMPUTE_FIRST_BLOCK = 3
+STAMPS = {
+    Role.DISPATCH: {
+        "staged": 2,
+        "headers": 3,
+        "binned": 4,
+        "row loaded": 8,
+        "row stored": 9,
+        "first row published": 5,
+        "last row": DISPATCH_LAST_ROW,
+    },
+    Role.COMPUTE: {"routes seen": 2, "first block full": COMPUTE_FIRST_BLOCK},
+}
+"""In the order in which a CTA passes them."""
 
 
 def sms(records: dict[Role, torch.Tensor], role: Role) -> set[int]:
@@ -47,6 +60,25 @@ def test_every_cta_stays_in_its_partition() -> None:
         assert compute == sms(eager, Role.COMPUTE), f"replay {n}: other SMs than eager"
 
 
+def describe_stamps(records: dict[Role, torch.Tensor]) -> str:
+    """Microseconds from the first CTA's start, of the first and of the last CTA."""
+    start = min(int(records[role][:, START].min()) for role in STAMPS)
+    lines = []
+    for role, stamps in STAMPS.items():
+        words = records[role]
+        parts = []
+        for name, word in stamps.items():
+            # A CTA that did not pass a point in this replay keeps an older time.
+            times = words[:, word][words[:, word] > words[:, START]]
+            if len(times):
+                first, last = (int(t) - start for t in (times.min(), times.max()))
+                parts.append(f"{name} {first / 1000:.1f} to {last / 1000:.1f}")
+            else:
+                parts.append(f"{name} never")
+        lines.append(f"    {role.name.lower()}: " + ", ".join(parts))
+    return "\n".join(lines)
+
+
 def test_compute_starts_before_dispatch_ends() -> None:
     layer, _ = layer_of("flash-64-trace")
     op = layer.op
@@ -62,7 +94,6 @@ def test_compute_starts_before_dispatch_ends() -> None:
         op.check(synchronize=True)
         records = op.trace_records()
         dispatch, compute = records[Role.DISPATCH], records[Role.COMPUTE]
-        start = int(torch.minimum(dispatch[:, START].min(), compute[:, START].min()))
         # A CTA without a W1 item in this replay keeps an older time.
         first = compute[:, COMPUTE_FIRST_BLOCK]
         first_block = int(first[first > compute[:, START]].min())
@@ -70,9 +101,8 @@ def test_compute_starts_before_dispatch_ends() -> None:
         leads.append((last_row - first_block) / 1000)
     print(
         f"compute sees its first block {statistics.median(leads):.1f} us before the last row "
-        f"({min(leads):.1f} to {max(leads):.1f}); last replay: first block "
-        f"{(first_block - start) / 1000:.1f} us, last row {(last_row - start) / 1000:.1f} us "
-        f"after the start"
+        f"({min(leads):.1f} to {max(leads):.1f}); last replay, us after the start, first to last "
+        f"CTA:\n{describe_stamps(records)}"
     )
     assert sum(lead > 0 for lead in leads) >= 15, leads
 
