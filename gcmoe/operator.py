@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
-from dataclasses import asdict, dataclass
+import warnings
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
@@ -13,14 +14,28 @@ import torch
 from torch import Tensor
 
 from gcmoe.config import MoEConfig
-from gcmoe.errors import CaptureError, DeviceFault, OperatorClosed, UnsupportedDevice
-from gcmoe.kernels.build import get_kernel, source_digest
+from gcmoe.errors import (
+    CaptureError,
+    DeviceFault,
+    OperatorClosed,
+    UnsupportedConcurrency,
+    UnsupportedDevice,
+)
+from gcmoe.kernels.build import get_kernel
 from gcmoe.kernels.spec import TRACE_WORDS, KernelSpec, kernel_specs
 from gcmoe.numerics import PackedWeights
 from gcmoe.plan import LayerPlan, make_plan
 from gcmoe.protocol import FIRST_GENERATION, NUM_CALLS, Role
-from gcmoe.runtime import checks, faults
+from gcmoe.runtime import checks, faults, probe
 from gcmoe.runtime import device as devices
+from gcmoe.runtime.agreement import (
+    BUDGET_SHARE,
+    arguments_fingerprint,
+    build_fingerprint,
+    finalize_grid,
+    require_whole_ring,
+)
+from gcmoe.runtime.driver import DriverError
 from gcmoe.runtime.graph import LayerGraph, replay_order
 from gcmoe.runtime.group import RankGroup
 from gcmoe.runtime.launch import Arguments
@@ -30,12 +45,12 @@ from gcmoe.runtime.memory import (
     device_identity,
     require_peer_atomics,
 )
-from gcmoe.runtime.modules import LoadedKernel, load_kernel
+from gcmoe.runtime.modules import load_kernel
 from gcmoe.runtime.partition import Partition, PartitionReport, get_partition
 
 __all__ = ["Layer", "MoE", "Stats"]
 
-FINALIZE_ELEMENTS = 8 * 512  # of y, per CTA and pass: 16 bytes a thread
+RESET_LIMIT_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,52 +66,13 @@ class Stats:
     bad_ids: int
 
 
-def finalize_grid(config: MoEConfig, compute_sms: int) -> int:
-    """CTAs of finalize: enough for a full batch, at most one per SM; constant per operator."""
-    work = -(-config.max_tokens * config.hidden // FINALIZE_ELEMENTS)
-    return max(1, min(compute_sms, work))
-
-
-def fingerprint(
-    plan: LayerPlan, kernels: dict[Role, LoadedKernel], initial: tuple[int, int, int]
-) -> dict[str, str]:
-    """What must be equal on all ranks, by name; long values as checksums."""
-
-    def checksum(value: Any) -> str:
-        text = json.dumps(value, sort_keys=True, default=str)
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-    values = {"config." + name: str(value) for name, value in asdict(plan.config).items()}
-    values["SMs"] = str(plan.num_sms)
-    values["dispatch_sms"] = str(plan.dispatch_sms)
-    values["ring_slots"] = str(plan.workspace.num_slots)
-    values["plan"] = checksum(asdict(plan))
-    values["initial"] = str(initial)
-    values["protocol and kernel source"] = source_digest()[:16]
-    for role, kernel in kernels.items():
-        values[f"kernel {role.name.lower()}"] = kernel.checksum[:16]
-    return values
-
-
-def require_whole_ring(plan: LayerPlan) -> None:
-    """The token ring holds every block of a replay.
-
-    Raises:
-        ValueError: it does not.
-    """
-    shape = plan.workspace
-    if shape.max_blocks > shape.num_slots:
-        raise ValueError(
-            f"serial = True needs a ring for all {shape.max_blocks} blocks of a replay, it has "
-            f"{shape.num_slots} slots: dispatch would wait for compute, which waits for dispatch"
-        )
-
-
 class MoE:
     """The MoE layers of one rank that share a workspace.
 
     Creation is collective: all ranks of the group create the operator with equal arguments, in the
     same order as any other operator or rendezvous, outside any graph capture. Ranks fail together.
+    It ends with a probe: a replay without tokens, which shows that the kernels of a replay run at
+    once and that the ranks reach each other.
 
     All calls of all operators of a device form one order, the same on all ranks, as collectives do;
     this covers other kernels that wait for a peer. Replays of captured graphs are calls. One thread
@@ -114,6 +90,7 @@ class MoE:
         cache_dir: folder of the kernel cache; None takes ``GCMOE_CACHE`` or ``~/.cache/gcmoe``.
         trace: use kernels that record timestamps.
         initial: (generation, epoch, arrivals) that the counters start at, for tests near 2^32.
+        jitter_ns: use kernels whose CTAs start late by random times below this, for tests.
 
     Attributes:
         config, group, device: as given.
@@ -123,6 +100,8 @@ class MoE:
 
     Raises:
         UnsupportedDevice: no GPU of compute capability 9.0, an old driver, or no peer atomics.
+        UnsupportedConcurrency: the kernels of a replay do not run at once; on all ranks.
+        PeerTimeout: the probe did not end, because a rank was not heard; on all ranks.
         KernelNotCached: a kernel is missing and cannot be compiled here.
         ValueError: a limit is exceeded, or the ranks' arguments or builds differ; on all ranks.
         GCMoEError: another rank failed; names it.
@@ -140,6 +119,7 @@ class MoE:
         cache_dir: str | os.PathLike[str] | None = None,
         trace: bool = False,
         initial: tuple[int, int, int] | None = None,
+        jitter_ns: int = 0,
     ) -> None:
         if not isinstance(config, MoEConfig):
             raise TypeError(f"config must be a MoEConfig, got {type(config).__name__}")
@@ -152,20 +132,33 @@ class MoE:
             raise TypeError(f"initial must be (generation, epoch, arrivals), got {initial!r}")
         self._ranks = RankGroup(group)
         self.rank, self.num_ranks = self._ranks.rank, self._ranks.size
-        # Errors that all ranks make alike need no exchange.
-        draft = make_plan(config, self.num_ranks, dispatch_sms=dispatch_sms, ring_slots=ring_slots)
-        if serial:
-            require_whole_ring(draft)
+
+        def read_arguments() -> LayerPlan:
+            plan = make_plan(
+                config, self.num_ranks, dispatch_sms=dispatch_sms, ring_slots=ring_slots
+            )
+            if serial:
+                require_whole_ring(plan)
+            return plan
+
+        if self.num_ranks == 1:
+            read_arguments()  # its errors need no GPU
         self.device = devices.choose_device(device)
         self._index = -1 if self.device.index is None else self.device.index
         with devices.guard(self.device):
             if devices.is_capturing():
                 raise CaptureError("an operator cannot be created inside a graph capture")
+            draft = self._ranks.together("reading the arguments", read_arguments)
+            self._ranks.require_equal(
+                arguments_fingerprint(
+                    draft, serial=serial, trace=trace, initial=self._initial, jitter_ns=jitter_ns
+                )
+            )
             self._ranks.together(
                 "creating the operator",
-                lambda: self._prepare(draft.dispatch_sms, ring_slots, cache_dir, trace),
+                lambda: self._prepare(draft.dispatch_sms, ring_slots, cache_dir, trace, jitter_ns),
             )
-            self._ranks.require_equal(fingerprint(self.plan, self._kernels, self._initial))
+            self._ranks.require_equal(build_fingerprint(self.plan, self._kernels))
             if self.num_ranks > 1:
                 identities = self._ranks.gather(device_identity(self.device))
                 self._ranks.together(
@@ -173,7 +166,9 @@ class MoE:
                 )
             self._ranks.together("mapping the workspace", self._allocate)
             self._ranks.require_equal({"workspace offset": str(self._workspace.offset)})
-        self._order = replay_order(self._index)
+            self._ranks.open_barriers()
+            self._order = replay_order(self._index)
+            self._probe()
         self._next_call = 0
         self._layers: list[Layer] = []
         self._is_warm = False
@@ -187,6 +182,7 @@ class MoE:
         ring_slots: int | None,
         cache_dir: str | os.PathLike[str] | None,
         trace: bool,
+        jitter_ns: int,
     ) -> None:
         """What needs no peer: partition, plan, kernels."""
         devices.require_device(self.device)
@@ -206,7 +202,8 @@ class MoE:
                 f"({self.plan.dispatch_sms} SMs); the driver gives {given}"
             )
         self._specs: dict[Role, KernelSpec] = {
-            spec.role: spec for spec in kernel_specs(self.plan, devices.ARCH, trace=trace)
+            spec.role: spec
+            for spec in kernel_specs(self.plan, devices.ARCH, trace=trace, jitter_ns=jitter_ns)
         }
         self._kernels = {
             role: load_kernel(spec, get_kernel(spec, cache_dir), self._index, self._partition)
@@ -231,8 +228,12 @@ class MoE:
                 )
         devices.synchronize(self.device)
 
-    def _arguments(self, call: int, weights: PackedWeights) -> dict[Role, Arguments]:
-        """Argument blocks of a layer, apart from what each call brings."""
+    def _blocks(self, shares: dict[Role, float]) -> dict[Role, Arguments]:
+        """Argument blocks without a layer: no weights, no tokens.
+
+        Args:
+            shares: of the spin budget, by role.
+        """
         blocks = {}
         for role, spec in self._specs.items():
             block = blocks[role] = Arguments(spec)
@@ -243,8 +244,14 @@ class MoE:
                 fault_record=self._record.device_address,
                 trace=0 if trace is None else trace.data_ptr(),
                 rank=self.rank,
-                spin_budget_ns=round(self.config.spin_budget_s * 1e9),
+                spin_budget_ns=round(self.config.spin_budget_s * shares[role] * 1e9),
             )
+        blocks[Role.COMPUTE].encode_ring_maps(self._workspace.address)
+        return blocks
+
+    def _arguments(self, call: int, weights: PackedWeights) -> dict[Role, Arguments]:
+        """Argument blocks of a layer, apart from what each call brings."""
+        blocks = self._blocks(BUDGET_SHARE)
         blocks[Role.DISPATCH].set(call=call)
         compute = blocks[Role.COMPUTE]
         compute.set(
@@ -253,8 +260,39 @@ class MoE:
             w2=weights.w2.data_ptr(),
             w2_row_scale=weights.w2_row_scale.data_ptr(),
         )
-        compute.encode_ring_maps(self._workspace.address)
         return blocks
+
+    def _probe(self) -> None:
+        """Replay once without tokens on all ranks; see :mod:`gcmoe.runtime.probe`."""
+        room: list[Tensor] = []
+
+        def make_graph(shares: dict[Role, float]) -> LayerGraph:
+            # Compute may load the weights of its first tiles before it knows that it needs none.
+            size = probe.weight_bytes(self.plan.workspace, self._grids[Role.COMPUTE])
+            room[:] = [torch.empty(size, dtype=torch.uint8, device=self.device)]
+            blocks = self._blocks(shares)
+            blocks[Role.COMPUTE].set(**dict.fromkeys(probe.WEIGHTS, room[0].data_ptr()))
+            return LayerGraph(self._kernels, blocks, self._grids, self._partition, self.serial)
+
+        budgets = (self.config.spin_budget_s,) if self.serial else probe.BUDGETS_S
+        for turn, budget in enumerate(budgets):
+            shares = probe.shares(budget / self.config.spin_budget_s, self.serial)
+            run = partial(
+                probe.run, make_graph, shares, self._ranks, self._order, self._index, self.device
+            )
+            self._ranks.together("the hand-off probe", run)
+            abort, in_flight = (
+                bool(self._workspace.view(name).any()) for name in ("abort", "in_flight")
+            )
+            is_last = turn == len(budgets) - 1 and not self.serial
+            verdict = probe.judge(self._record.read(), abort, in_flight, is_last)
+            verdicts = self._ranks.gather(verdict)
+            self._reset_cells()
+            failure = probe.failure_of(verdicts, probe.likely_cause())
+            if failure is None:
+                return
+            if is_last or self.serial or isinstance(failure, UnsupportedConcurrency):
+                raise failure
 
     # -------------------------------------------------------------------------------- public
 
@@ -272,7 +310,11 @@ class MoE:
             TypeError, ValueError: not packed weights, or not of this layer's shape or device.
         """
         self._require_open()
-        self._check_weights(packed)
+        if not isinstance(packed, PackedWeights):
+            raise TypeError(
+                f"packed must be PackedWeights, as gcmoe.pack returns, got {type(packed).__name__}"
+            )
+        checks.require_weights(packed, self.plan.workspace, self.device)
         call = self._next_call % NUM_CALLS
         self._next_call += 1
         layer = Layer(self, packed, call)
@@ -298,49 +340,66 @@ class MoE:
             OperatorClosed: after ``close()``.
         """
         self._require_open()
-        if synchronize:
-            devices.synchronize(self.device)
+        broken = devices.failure_of(self.device) if synchronize else None
         error = faults.error_of(self._record.read())
         if error is not None:
             raise error
+        if broken is not None:
+            raise DeviceFault(f"the device failed: {broken}. {faults.LOST}") from broken
         if synchronize and bool(self._workspace.view("abort").any()):
             raise DeviceFault(faults.ABORTED_BY_PEER)
 
-    def reset(self) -> None:
+    def reset(self, *, timeout_s: float = RESET_LIMIT_S) -> None:
         """Back to the state after creation, after a fault say. Collective; waits for the device.
 
         Layers and captured graphs stay valid. ``stats()`` start again at zero.
 
+        Args:
+            timeout_s: seconds to wait for the other ranks, at each of two barriers.
+
         Raises:
+            GCMoEError: ranks have not come in time; names them. The call may be repeated.
             OperatorClosed: after ``close()``.
         """
         self._require_open()
         with devices.guard(self.device):
             if devices.is_capturing():
                 raise CaptureError("reset() cannot be captured")
-            devices.synchronize(self.device)
-            # Late arrivals of a rank that still runs would fall into zeroed cells.
-            self._ranks.gather("idle")
-            self._workspace.reset_cells(*self._initial)
-            self._record.clear()
-            devices.synchronize(self.device)
-            # An early header of a rank that is ahead would be lost.
-            self._ranks.gather("reset")
+            self._reset_cells(timeout_s)
+
+    def _reset_cells(self, timeout_s: float = RESET_LIMIT_S) -> None:
+        """The steps of ``reset()``, in the only order that is safe."""
+        devices.synchronize(self.device)
+        # Late arrivals of a rank that still runs would fall into zeroed cells.
+        self._ranks.barrier("reset, own calls ended", timeout_s)
+        self._workspace.reset_cells(*self._initial)
+        self._record.clear()
+        devices.synchronize(self.device)
+        # An early header of a rank that is ahead would be lost.
+        self._ranks.barrier("reset, own cells zeroed", timeout_s)
 
     def close(self) -> None:
         """Wait for this rank's calls and free what the operator owns. Not collective.
 
-        Graphs that captured its layers must not be replayed any more, by no rank.
+        Graphs that captured its layers must not be replayed any more, by no rank. On a device that
+        has failed, when a peer has died say, it frees what it can and warns.
         """
         if self._closed:
             return
         self._closed = True
+        steps = [
+            *(layer._graph.close for layer in self._layers),
+            self._record.close,
+            self._workspace.close,
+        ]
         with devices.guard(self.device):
-            devices.synchronize(self.device)
-            for layer in self._layers:
-                layer._graph.close()
-            self._record.close()
-            self._workspace.close()
+            broken = devices.failure_of(self.device)
+            if broken is not None:
+                text = f"close(): the device failed: {broken}"
+                warnings.warn(text, RuntimeWarning, stacklevel=2)
+            for step in steps:
+                with nullcontext() if broken is None else suppress(DriverError, RuntimeError):
+                    step()
         self._layers.clear()
         self._traces.clear()
 
@@ -381,26 +440,6 @@ class MoE:
     def _require_open(self) -> None:
         if self._closed:
             raise OperatorClosed("the operator is closed")
-
-    def _check_weights(self, packed: PackedWeights) -> None:
-        if not isinstance(packed, PackedWeights):
-            raise TypeError(
-                f"packed must be PackedWeights, as gcmoe.pack returns, got {type(packed).__name__}"
-            )
-        shape = self.plan.workspace
-        found = packed.num_experts, packed.hidden, packed.intermediate
-        wanted = shape.local_experts, shape.hidden, shape.intermediate
-        if found != wanted:
-            raise ValueError(
-                f"packed weights have (EL, H, I) = {found}, this layer {wanted} on each of "
-                f"{self.num_ranks} ranks"
-            )
-        for name in ("w13", "w13_row_scale", "w2", "w2_row_scale"):
-            tensor: Tensor = getattr(packed, name)
-            if tensor.device != self.device:
-                raise ValueError(f"packed.{name} is on {tensor.device}, must be on {self.device}")
-            if not tensor.is_contiguous() or tensor.data_ptr() % checks.ALIGNMENT:
-                raise ValueError(f"packed.{name} must be contiguous and aligned to 16 bytes")
 
 
 class Layer:

@@ -14,7 +14,7 @@ from gcmoe.kernels.dispatch_memory import at
 from gcmoe.kernels.expert_ids import classify_id, load_expert_id
 from gcmoe.kernels.params import PeerTable
 from gcmoe.kernels.spec import TRACE_WORDS, KernelSpec
-from gcmoe.protocol import RoutesHeader
+from gcmoe.protocol import RoutesHeader, is_reached
 from gcmoe.protocol.edges import ARRIVALS, DONE
 from gcmoe.protocol.faults import NO_PEER
 
@@ -28,7 +28,7 @@ NAN_PAIR = 0x7FFF_7FFF
 
 
 class Word(IntEnum):
-    """Words of shared memory; thread 0 writes all but the count."""
+    """Words of shared memory; thread 0 writes all but the count and the early look."""
 
     VALID = 0
     ABORT = 1
@@ -37,6 +37,7 @@ class Word(IntEnum):
     SLOT_BASE = 4
     ARRIVALS_BASE = 5
     ARRIVED = 6
+    EARLY = 7
 
 
 class Trace(IntEnum):
@@ -177,6 +178,8 @@ class FinalizeKernel:
         self.stamp(s, Trace.START)
         if tid == 0:
             self.read_bases(s)
+        if tid == WARP:
+            self.look_early(s)
         count = self.count_valid(s)
         share = self.first_share(s)
         slots = self.valid_slots(s, share)
@@ -231,6 +234,12 @@ class FinalizeKernel:
         ptx.shared_store(self.word(s, Word.ARRIVALS_BASE), arrivals_base)
 
     @cute.jit
+    def look_early(self, s: dict):
+        """One look at the arrivals while the ids are counted: often all have come already."""
+        cell = s["workspace"] + self.spec.shape.offsets["combine_arrivals"]
+        ptx.shared_store(self.word(s, Word.EARLY), sync.observe(ARRIVALS, cell))
+
+    @cute.jit
     def count_valid(self, s: dict):
         """Valid ids that this warp reads, the same in all lanes; the CTA reads all ids."""
         count = U32(0)
@@ -276,14 +285,18 @@ class FinalizeKernel:
         ok = I32(0)
         if ptx.shared_load(self.word(s, Word.ABORT)) == U32(0):
             generation = ptx.shared_load(self.word(s, Word.GENERATION))
-            ok = sync.await_reached(
-                ARRIVALS,
-                s["workspace"] + shape.offsets["combine_arrivals"],
-                self.arrivals_target(s),
-                U32(0),
-                U32(NO_PEER),
-                self.wait_env(s, generation),
-            )
+            target = self.arrivals_target(s)
+            if is_reached(ptx.shared_load(self.word(s, Word.EARLY)), target):
+                ok = I32(1)
+            else:
+                ok = sync.await_reached(
+                    ARRIVALS,
+                    s["workspace"] + shape.offsets["combine_arrivals"],
+                    target,
+                    U32(0),
+                    U32(NO_PEER),
+                    self.wait_env(s, generation),
+                )
         ptx.shared_store(self.word(s, Word.ARRIVED), U32(ok))
 
     def arrivals_target(self, s: dict[str, Any]) -> Any:
@@ -344,12 +357,13 @@ class FinalizeKernel:
         offsets, ring = self.spec.shape.offsets, self.spec.shape.ring
         workspace = s["workspace"]
         last = s["ctas"] - U32(1)
+        # Loaded under the atomic: dispatch has ended.
+        routes = ptx.load_u64(workspace + offsets["routes"])
         if sync.atomic(DONE, workspace + offsets["finalize_done"], last) == last:
             if sync.read_abort(self.wait_env(s, U32(0))) == U32(0):
                 generation = ptx.shared_load(self.word(s, Word.GENERATION))
                 epoch_base = ptx.shared_load(self.word(s, Word.EPOCH_BASE))
                 slot_base = ptx.shared_load(self.word(s, Word.SLOT_BASE))
-                routes = ptx.load_u64(workspace + offsets["routes"])
                 num_blocks = U32(RoutesHeader.NUM_BLOCKS.get(routes))
                 ptx.store_u32x4(
                     workspace + offsets["bases"],

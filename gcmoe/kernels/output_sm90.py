@@ -55,9 +55,9 @@ class TileOutput:
             tile = ptx.shared_load(record + int(Word.TILE) * 4)
             rows = ptx.shared_load(record + int(Word.ROWS) * 4)
             width = ptx.shared_load(record + int(Word.WIDTH) * 4)
-            poisoned = ptx.shared_load(at["poisoned"])
-            # lane 0 frees the record for the consumers: every lane has read it before
-            cute.arch.sync_warp()
+            # By ballot, so that all lanes take the same branch; and lane 0 frees the record for the
+            # consumers only when every lane has read it.
+            poisoned = ptx.ballot(ptx.shared_load(at["poisoned"]))
             if kind == U32(int(Kind.STOP)):
                 go = I32(0)
             else:

@@ -1,9 +1,13 @@
-"""What is wrong with the tensors of a call. Runs only after the cheap checks have failed."""
+"""What is wrong with tensors: of a call, after its cheap checks have failed, or of the weights."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
+
+from gcmoe.protocol import WorkspaceShape
 
 ALIGNMENT = 16
 BF16 = (torch.bfloat16,)
@@ -64,3 +68,24 @@ def argument_error(
     if str(error):
         return error
     return tensor_error("topk_weights", topk_weights, FP32, shape, max_tokens, device)
+
+
+def require_weights(packed: Any, shape: WorkspaceShape, device: torch.device) -> None:
+    """Packed weights fit a workspace and the kernels.
+
+    Raises:
+        ValueError: they do not; names the tensor or the numbers.
+    """
+    found = packed.num_experts, packed.hidden, packed.intermediate
+    wanted = shape.local_experts, shape.hidden, shape.intermediate
+    if found != wanted:
+        raise ValueError(
+            f"packed weights have (EL, H, I) = {found}, this layer {wanted} on each of "
+            f"{shape.num_ranks} ranks"
+        )
+    for name in ("w13", "w13_row_scale", "w2", "w2_row_scale"):
+        tensor: Tensor = getattr(packed, name)
+        if tensor.device != device:
+            raise ValueError(f"packed.{name} is on {tensor.device}, must be on {device}")
+        if not tensor.is_contiguous() or tensor.data_ptr() % ALIGNMENT:
+            raise ValueError(f"packed.{name} must be contiguous and aligned to 16 bytes")

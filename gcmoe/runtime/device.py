@@ -87,3 +87,12 @@ def stream_handle(index: int) -> int:
 def synchronize(device: torch.device) -> None:
     """Wait until the device is idle."""
     torch.cuda.synchronize(device)
+
+
+def failure_of(device: torch.device) -> RuntimeError | None:
+    """Wait until the device is idle; the error that it answers with, None if it is sound."""
+    try:
+        synchronize(device)
+    except RuntimeError as error:
+        return error
+    return None

@@ -25,6 +25,7 @@ ADVICE: dict[FaultKind, str] = {
     ),
     FaultKind.BAD_COUNT: "The workspace of a rank was overwritten, or the ranks differ.",
 }
+LOST = "Only close() remains, and a new process: the device takes no more work from this one."
 RECOVERY = "Call reset() on all ranks to go on, or close()."
 ABORTED_BY_PEER = (
     "a peer aborted the replay: its own check() names the fault; y is NaN where it is wrong. "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import socket
 import struct
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,10 +14,37 @@ from gcmoe.errors import GCMoEError, UnsupportedDevice
 from gcmoe.protocol import WorkspaceShape
 from gcmoe.protocol.faults import RECORD_BYTES
 from gcmoe.runtime import driver
-from gcmoe.runtime.group import RankGroup
+from gcmoe.runtime.group import RankGroup, store_limit
 
 LINE = 128
+RENDEZVOUS_LIMIT_S = 60.0
 _FORMATS = {4: "I", 8: "Q"}
+
+
+@dataclass
+class RendezvousCount:
+    """Rendezvous that this package has begun in this process, for all its operators.
+
+    torch numbers the symmetric-memory rendezvous of a process over all groups. Where one rank has
+    made one more, the next of both waits for a key that the other never writes.
+    """
+
+    made: int = 0
+
+    def require_equal(self, group: RankGroup) -> None:
+        """Raises GCMoEError on all ranks when the ranks have made different numbers."""
+        counts = group.gather(self.made)
+        for rank, count in enumerate(counts):
+            if count != counts[0]:
+                raise GCMoEError(
+                    f"symmetric memory: rank 0 has made {counts[0]} rendezvous for operators in "
+                    f"its process, rank {rank} {count}. torch numbers them per process, so the "
+                    f"next one would wait for ever. All ranks must create their operators of more "
+                    f"than one rank in the same order; restart the processes"
+                )
+
+
+rendezvous_count = RendezvousCount()
 
 
 class Workspace:
@@ -44,23 +72,29 @@ class Workspace:
             self.address = self.buffer.data_ptr()
             self.peers = [self.address]
         else:
-            self._map_peers(device, group)
+            # A rank that has no memory must not leave the others waiting in the rendezvous.
+            group.together("allocating symmetric memory", lambda: self._allocate(device))
+            rendezvous_count.require_equal(group)
+            group.together("mapping the workspaces of the peers", lambda: self._map_peers(group))
         if self.address % LINE:
             raise GCMoEError(f"the workspace lies at {self.address:#x}: not a multiple of {LINE}")
 
-    def _map_peers(self, device: torch.device, group: RankGroup) -> None:
+    def _allocate(self, device: torch.device) -> None:
+        import torch.distributed._symmetric_memory as symmetric_memory
+
+        size = self.shape.num_bytes
+        self.buffer = symmetric_memory.empty(size, dtype=torch.uint8, device=device)
+
+    def _map_peers(self, group: RankGroup) -> None:
         import torch.distributed._symmetric_memory as symmetric_memory
 
         assert group.group is not None
-        size = self.shape.num_bytes
-        self.buffer = symmetric_memory.empty(size, dtype=torch.uint8, device=device)
+        rendezvous_count.made += 1
         try:
-            self.handle = symmetric_memory.rendezvous(self.buffer, group=group.group)
+            with store_limit(RENDEZVOUS_LIMIT_S):
+                self.handle = symmetric_memory.rendezvous(self.buffer, group=group.group)
         except RuntimeError as error:
-            raise GCMoEError(
-                f"symmetric memory: the rendezvous failed: {error}. Every rank must have made the "
-                f"same number of symmetric-memory rendezvous in this process, in one order"
-            ) from error
+            raise GCMoEError(rendezvous_text(error, group)) from error
         self.offset = int(getattr(self.handle, "offset", 0))
         self.address = self.buffer.data_ptr()
         self.peers = [int(pointer) + self.offset for pointer in self.handle.buffer_ptrs]
@@ -104,6 +138,20 @@ class Workspace:
         self.handle = None
         self.buffer = torch.empty(0, dtype=torch.uint8)
         self.peers = []
+
+
+def rendezvous_text(error: Exception, group: RankGroup) -> str:
+    """What to say of a rendezvous that failed."""
+    text = str(error).splitlines()[0] if str(error) else type(error).__name__
+    is_timeout = type(error).__name__ == "DistStoreError" or "timeout" in str(error).lower()
+    if not is_timeout:
+        return f"symmetric memory: the rendezvous of {group.size} ranks failed: {text}"
+    return (
+        f"symmetric memory: rank {group.rank} waited in vain for the other ranks in a rendezvous: "
+        f"{text}. torch numbers the rendezvous of a process over all groups: a rank that has made "
+        f"one more or one less than the others, in this package or elsewhere, is not found. All "
+        f"ranks must make all their rendezvous in the same order; or a rank has ended"
+    )
 
 
 class HostRecord:

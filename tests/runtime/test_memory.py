@@ -1,6 +1,7 @@
 """The workspace on the CPU and the fault record."""
 
 import struct
+from datetime import timedelta
 
 import pytest
 import torch
@@ -8,8 +9,9 @@ import torch
 from gcmoe.config import MoEConfig
 from gcmoe.errors import GCMoEError
 from gcmoe.plan import make_plan
+from gcmoe.runtime import group
 from gcmoe.runtime.group import RankGroup
-from gcmoe.runtime.memory import HostRecord, Workspace
+from gcmoe.runtime.memory import HostRecord, RendezvousCount, Workspace, rendezvous_text
 
 SHAPE = make_plan(MoEConfig(1024, 256, 8, 2, 4), ring_slots=4).workspace
 
@@ -82,6 +84,109 @@ def test_ranks_fail_together():
 
 
 def test_a_difference_names_both_values():
-    with pytest.raises(ValueError, match=r"top_k differs .* rank 1 has 6, rank 0 has 8"):
+    with pytest.raises(ValueError, match=r"top_k differs .* rank 0 has 8, rank 1 has 6"):
         Peers(1, [{"top_k": "8"}]).require_equal({"top_k": "6"})
     Peers(1, [{"top_k": "6"}]).require_equal({"top_k": "6"})
+
+
+def test_a_difference_between_two_others_is_seen_by_all():
+    answers = [{"S": "8"}, {"S": "8"}, {"S": "4"}]
+    for rank in range(3):
+        others = answers[:rank] + answers[rank + 1 :]
+        with pytest.raises(ValueError, match=r"S differs .* rank 0 has 8, rank 2 has 4"):
+            Peers(rank, others).require_equal(answers[rank])
+
+
+def test_unequal_rendezvous_counts_are_named():
+    count = RendezvousCount(3)
+    count.require_equal(Peers(0, [3, 3]))
+    with pytest.raises(GCMoEError, match=r"rank 0 has made 3 rendezvous .* rank 2 4\. torch num"):
+        count.require_equal(Peers(0, [3, 4]))
+
+
+def test_a_rendezvous_that_waits_in_vain_says_why():
+    class DistStoreError(RuntimeError):
+        pass
+
+    peers = Peers(1, ["other"])
+    text = rendezvous_text(DistStoreError("wait timeout after 2000ms, keys: /a\nmore"), peers)
+    assert "rank 1 waited in vain" in text
+    assert "wait timeout after 2000ms, keys: /a." in text
+    assert "same order" in text
+    text = rendezvous_text(RuntimeError("out of memory"), peers)
+    assert text == "symmetric memory: the rendezvous of 2 ranks failed: out of memory"
+
+
+def test_one_rank_meets_nobody():
+    ranks = RankGroup(None)
+    ranks.open_barriers()
+    ranks.barrier("alone", 0.0)
+    assert ranks.gather(7) == [7]
+
+
+class Store:
+    """A key-value store that all ranks of a test share."""
+
+    def __init__(self):
+        self.values = {}
+        self.timeout = timedelta(seconds=300)
+        self.limits = []
+
+    def set(self, key, value):
+        self.values[key] = value
+
+    def check(self, keys):
+        return all(key in self.values for key in keys)
+
+    def delete_key(self, key):
+        return self.values.pop(key, None) is not None
+
+    def set_timeout(self, limit):
+        self.timeout = limit
+        self.limits.append(limit.total_seconds())
+
+
+def ranks_on(store, rank, size):
+    ranks = Peers(rank, [None] * (size - 1))
+    ranks._store, ranks._name, ranks._turn = store, "name", 0
+    return ranks
+
+
+def test_a_barrier_names_who_is_missing_and_may_be_repeated():
+    store = Store()
+    first, second = ranks_on(store, 0, 3), ranks_on(store, 1, 3)
+    with pytest.raises(GCMoEError, match=r"reset: rank 0 waited 0 s for rank 1, 2 of 3 in vain"):
+        first.barrier("reset", 0.0)
+    with pytest.raises(GCMoEError, match=r"rank 1 waited 0 s for rank 2 of 3"):
+        second.barrier("reset", 0.0)
+    third = ranks_on(store, 2, 3)
+    for turn in range(4):
+        if turn:
+            for ranks in (first, second):
+                with pytest.raises(GCMoEError, match="for rank"):
+                    ranks.barrier("again", 0.0)
+        third.barrier("again", 0.0)
+        first.barrier("again", 0.0)
+        second.barrier("again", 0.0)
+        # Keys of barriers that everybody has passed do not pile up.
+        assert len(store.values) <= 6
+
+
+def test_a_store_that_has_gone_is_said():
+    class Gone(Store):
+        def check(self, keys):
+            raise RuntimeError("Connection reset by peer")
+
+    with pytest.raises(GCMoEError, match=r"does not answer: Connection reset.*only close"):
+        ranks_on(Gone(), 0, 2).barrier("reset", 1.0)
+
+
+def test_the_limit_of_the_store_is_put_back(monkeypatch):
+    store = Store()
+    monkeypatch.setattr(group, "default_store", lambda: store)
+    with pytest.raises(KeyError), group.store_limit(4.0):
+        raise KeyError
+    assert store.limits == [4.0, 300.0]
+    monkeypatch.setattr(group, "default_store", lambda: None)
+    with group.store_limit(4.0):
+        pass

@@ -10,11 +10,12 @@ from cuda.bindings import driver as real
 
 from gcmoe import operator as operators
 from gcmoe.config import MoEConfig
-from gcmoe.errors import CaptureError, GCMoEError, OperatorClosed, PeerTimeout
+from gcmoe.errors import CaptureError, DeviceFault, GCMoEError, OperatorClosed, PeerTimeout
 from gcmoe.kernels.spec import kernel_specs
 from gcmoe.numerics import pack
 from gcmoe.operator import MoE
 from gcmoe.protocol import Role
+from gcmoe.runtime import device as devices
 from gcmoe.runtime.group import RankGroup
 from gcmoe.runtime.memory import Workspace
 from gcmoe.runtime.modules import check_parameters
@@ -42,6 +43,7 @@ def inputs(tokens=T, id_type=torch.int64):
 @pytest.fixture
 def make(standin, fake_device, fake_kernel, monkeypatch):
     monkeypatch.setattr(operators, "get_kernel", fake_kernel)
+    monkeypatch.setattr(MoE, "_probe", lambda self: None)
     return lambda config=CONFIG, **options: MoE(config, **options)
 
 
@@ -127,7 +129,9 @@ def test_what_the_kernels_get(op, standin):
         assert values["peers"] == values["workspace"] == workspace
         assert values["fault_record"] == op._record.device_address
         assert (values["trace"], values["rank"]) == (0, 0)
-        assert values["spin_budget_ns"] == 500_000_000
+    # Compute and finalize wait longer, so that the fault names the peer that dispatch waits for.
+    budgets = [values["spin_budget_ns"] for values in (dispatch, compute, finalize)]
+    assert budgets == [500_000_000, 625_000_000, 625_000_000]
     assert dispatch["call"] == 1
     assert dispatch["x"] == x.data_ptr()
     assert dispatch["topk_weights"] == w.data_ptr()
@@ -359,6 +363,13 @@ class TwoRanks:
     def __init__(self, group):
         self.rank, self.size, self.group, self.seen = 1, 2, group, []
         self.answers = {}
+        self.steps = []
+
+    def open_barriers(self):
+        self.steps.append("open")
+
+    def barrier(self, step, limit_s=60.0):
+        self.steps.append((step, limit_s))
 
     def gather(self, value):
         self.seen.append(value)
@@ -377,15 +388,18 @@ def two_ranks(monkeypatch):
         ranks.answers = answers
         return ranks
 
-    def map_peers(self, device, group):
+    def allocate(self, device):
         self.buffer = torch.zeros(self.shape.num_bytes + 128, dtype=torch.uint8)
         self.buffer = self.buffer[-self.buffer.data_ptr() % 128 :]
         self.address = self.buffer.data_ptr()
+
+    def map_peers(self, group):
         self.peers = [1 << 40, self.address]
 
     monkeypatch.setattr(operators, "RankGroup", make_group)
     monkeypatch.setattr(operators, "device_identity", lambda device: ("host", "uuid"))
     monkeypatch.setattr(operators, "require_peer_atomics", lambda device, identities: None)
+    monkeypatch.setattr(Workspace, "_allocate", allocate)
     monkeypatch.setattr(Workspace, "_map_peers", map_peers)
     return answers
 
@@ -403,19 +417,44 @@ def test_two_ranks(make, two_ranks, standin):
     assert list(table) == [1 << 40, op._workspace.address]
     assert argument_values(op, parameters)["rank"] == 1
     exchanges = len(op._ranks.seen)
-    op.reset()
-    assert op._ranks.seen[exchanges:] == ["idle", "reset"]
+    assert op._ranks.steps == ["open"]
+    op.reset(timeout_s=3.0)
+    steps = [("reset, own calls ended", 3.0), ("reset, own cells zeroed", 3.0)]
+    assert op._ranks.steps == ["open", *steps]
     op.close()
-    assert len(op._ranks.seen) == exchanges + 2
+    assert len(op._ranks.seen) == exchanges
 
 
 def test_ranks_that_differ_all_raise(make, two_ranks):
     two_ranks[1] = {"config.top_k": "8"}
-    with pytest.raises(ValueError, match=r"differs over the ranks: rank 1 has .* rank 0 has None"):
+    with pytest.raises(ValueError, match=r"differs over the ranks: rank 0 has None, rank 1 has"):
+        make(group="a group")
+    two_ranks.clear()
+    two_ranks[3] = {"SMs": "78"}
+    with pytest.raises(ValueError, match=r"SMs differs over the ranks: rank 0 has 78, rank 1 has"):
         make(group="a group")
 
 
 def test_a_rank_that_fails_fails_all(make, two_ranks):
     two_ranks[0] = "KernelNotCached: gcmoe_dispatch_0"
+    with pytest.raises(GCMoEError, match=r"reading the arguments failed on rank 0: KernelNotCa"):
+        make(group="a group")
+    two_ranks[2] = two_ranks.pop(0)
     with pytest.raises(GCMoEError, match=r"creating the operator failed on rank 0: KernelNotCach"):
         make(group="a group")
+
+
+def test_a_device_that_fails(op, fake_device, monkeypatch):
+    """``check()`` says so, and ``close()`` frees what it can."""
+    op.bind(weights())
+
+    def fail(device):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(devices, "synchronize", fail)
+    with pytest.raises(DeviceFault, match=r"illegal memory access.*Only close\(\) remains"):
+        op.check(synchronize=True)
+    with pytest.warns(RuntimeWarning, match=r"close\(\): the device failed"):
+        op.close()
+    with pytest.raises(OperatorClosed):
+        op.check()

@@ -1,0 +1,59 @@
+"""What ranks derive from their arguments alike, and what they compare before they share memory."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict
+from typing import Any
+
+from gcmoe.config import MoEConfig
+from gcmoe.kernels.build import source_digest
+from gcmoe.plan import LayerPlan
+from gcmoe.protocol import Role
+from gcmoe.runtime.modules import LoadedKernel
+
+FINALIZE_ELEMENTS = 8 * 512  # of y, per CTA and pass: 16 bytes a thread
+# Dispatch waits for peers and compute for dispatch, both from the start: the one that knows the
+# peer expires first and writes the fault record.
+BUDGET_SHARE = {Role.DISPATCH: 1.0, Role.COMPUTE: 1.25, Role.FINALIZE: 1.25}
+
+
+def finalize_grid(config: MoEConfig, compute_sms: int) -> int:
+    """CTAs of finalize: enough for a full batch, at most one per SM; constant per operator."""
+    work = -(-config.max_tokens * config.hidden // FINALIZE_ELEMENTS)
+    return max(1, min(compute_sms, work))
+
+
+def arguments_fingerprint(plan: LayerPlan, **others: Any) -> dict[str, str]:
+    """What all ranks must ask for alike, by name; compared before any kernel is loaded."""
+    values = {"config." + name: str(value) for name, value in asdict(plan.config).items()}
+    values["dispatch_sms"] = str(plan.dispatch_sms)
+    values["ring_slots"] = str(plan.workspace.num_slots)
+    values |= {name: str(value) for name, value in others.items()}
+    values["protocol and kernel source"] = source_digest()[:16]
+    return values
+
+
+def build_fingerprint(plan: LayerPlan, kernels: dict[Role, LoadedKernel]) -> dict[str, str]:
+    """What all ranks must have got alike, by name; long values as checksums."""
+    text = json.dumps(asdict(plan), sort_keys=True, default=str)
+    values = {"SMs": str(plan.num_sms), "dispatch_sms": str(plan.dispatch_sms)}
+    values["plan"] = hashlib.sha256(text.encode()).hexdigest()[:16]
+    for role, kernel in kernels.items():
+        values[f"kernel {role.name.lower()}"] = kernel.checksum[:16]
+    return values
+
+
+def require_whole_ring(plan: LayerPlan) -> None:
+    """The token ring holds every block of a replay.
+
+    Raises:
+        ValueError: it does not.
+    """
+    shape = plan.workspace
+    if shape.max_blocks > shape.num_slots:
+        raise ValueError(
+            f"serial = True needs a ring for all {shape.max_blocks} blocks of a replay, it has "
+            f"{shape.num_slots} slots: dispatch would wait for compute, which waits for dispatch"
+        )

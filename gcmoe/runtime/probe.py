@@ -1,0 +1,152 @@
+"""The hand-off probe: at creation all ranks replay the real graph once, with no tokens.
+
+What it shows. Compute waits for ``routes``, which dispatch publishes in every replay, and dispatch
+waits for the header words of all ranks. So the replay ends only if dispatch runs while compute
+waits, and if every rank's stores reach every other rank's workspace under the mapping that the
+creation has just made.
+
+What it does not show. Were dispatch run to its end before compute, the replay would end as well.
+With a ring that holds every block of a replay this is only slow: it is what ``serial = True`` does.
+With a smaller ring dispatch would wait for slots that compute cannot free, in the first replay with
+more blocks than slots, and raise ``PeerTimeout`` on ``token_ring_empty``.
+
+Compute waits half as long as dispatch here, so that a compute kernel that keeps dispatch away is
+the one that expires: it then finds ``in_flight`` unclaimed, because no CTA of dispatch has begun.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from gcmoe.errors import GCMoEError, PeerTimeout, UnsupportedConcurrency
+from gcmoe.protocol import Cell, Role, WorkspaceShape
+from gcmoe.protocol.faults import RECORD_WORDS
+from gcmoe.protocol.ring import WINDOW_COLUMNS
+from gcmoe.runtime import device as devices
+from gcmoe.runtime import faults
+from gcmoe.runtime.graph import LayerGraph, ReplayOrder
+from gcmoe.runtime.group import RankGroup
+
+BUDGETS_S = (0.2, 2.0)
+"""Of compute, in turn: the second is for ranks that were late in the first."""
+
+WEIGHTS = ("w13", "w13_row_scale", "w2", "w2_row_scale")
+"""The parameters of compute that the probe has no layer for."""
+WINDOW_BYTES = 4 * 4352
+"""Packed weights of 256 rows x 128 columns, of which a tile of W1 has H/128."""
+
+Kind = Literal["passed", "serialised", "late"]
+TOOL_VARIABLES = (
+    "CUDA_INJECTION64_PATH",
+    "NV_SANITIZER_INJECTION_PORT_BASE",
+    "NVTX_INJECTION64_PATH",
+)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a rank saw; ``text`` is one sentence, empty if it passed."""
+
+    kind: Kind
+    text: str = ""
+
+
+def weight_bytes(shape: WorkspaceShape, compute_ctas: int) -> int:
+    """What the first tickets of a replay may read of W1, one tile each."""
+    tiles = min(compute_ctas, shape.local_experts * (shape.intermediate // WINDOW_COLUMNS))
+    return tiles * shape.num_windows * WINDOW_BYTES
+
+
+def shares(share: float, serial: bool) -> dict[Role, float]:
+    """Shares of the spin budget by role, compute's being ``share``."""
+    others = share if serial else 2 * share
+    return {Role.DISPATCH: others, Role.COMPUTE: share, Role.FINALIZE: others}
+
+
+def run(
+    make_graph: Callable[[dict[Role, float]], LayerGraph],
+    shares: dict[Role, float],
+    ranks: RankGroup,
+    order: ReplayOrder,
+    index: int,
+    device: torch.device,
+) -> None:
+    """This rank's part of one probe; leaves the cells as the replay leaves them."""
+    graph = make_graph(shares)
+    try:
+        graph.instantiate()
+        ranks.barrier("the hand-off probe")  # so that no rank spends its budget waiting
+        handle = devices.stream_handle(index)
+        stream = order.enter(handle)
+        graph.launch(stream)
+        order.leave(handle, stream)
+        devices.synchronize(device)
+    finally:
+        graph.close()
+
+
+def judge(record: Sequence[int], abort: bool, in_flight: bool, is_last_turn: bool) -> Verdict:
+    """The verdict of one rank.
+
+    Args:
+        record: the words of the fault record.
+        abort: the sticky abort word is set.
+        in_flight: dispatch has claimed the workspace and finalize has not ended the replay.
+        is_last_turn: a rank whose dispatch has not begun this time either was not merely late.
+    """
+    error = faults.error_of(record)
+    if error is None and not abort:
+        return Verdict("passed")
+    words = dict(zip(RECORD_WORDS, record, strict=False))
+    waited_for_routes = (words["role"], words["cell"]) == (Role.COMPUTE, Cell.ROUTES)
+    if not in_flight and ((error is not None and waited_for_routes) or is_last_turn):
+        return Verdict("serialised", "dispatch did not begin while compute waited for it")
+    if error is None:
+        return Verdict("late", "another rank aborted the probe")
+    return Verdict("late", str(error).partition(". ")[0])
+
+
+def likely_cause() -> str:
+    """The most likely reason on this machine why two kernels do not run at once."""
+    tools = [name for name in TOOL_VARIABLES if os.environ.get(name)]
+    if tools:
+        return f"a debugger or profiler that serialises kernels ({tools[0]} is set)"
+    connections = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS")
+    if connections is not None:
+        return f"CUDA_DEVICE_MAX_CONNECTIONS={connections}, too few work queues"
+    return (
+        "a debugger or profiler that serialises kernels, or a work queue that the two green "
+        "contexts share with a busy stream (CUDA_DEVICE_MAX_CONNECTIONS is not set)"
+    )
+
+
+def failure_of(verdicts: Sequence[Verdict], cause: str) -> GCMoEError | None:
+    """What every rank raises; None if all passed.
+
+    Args:
+        verdicts: of all ranks, in rank order.
+        cause: this rank's :func:`likely_cause`.
+    """
+    bad = [(rank, v) for rank, v in enumerate(verdicts) if v.kind != "passed"]
+    if not bad:
+        return None
+    serialised = [(rank, v) for rank, v in bad if v.kind == "serialised"]
+    if serialised:
+        rank, verdict = serialised[0]
+        return UnsupportedConcurrency(
+            f"the dispatch and the compute kernel of a replay must run at the same time; in the "
+            f"probe of rank {rank} {verdict.text}. Likely cause: {cause}. An operator with "
+            f"serial = True works without it, more slowly"
+        )
+    # A rank with a record of its own says more than one that was aborted.
+    rank, verdict = max(bad, key=lambda item: len(item[1].text))
+    return PeerTimeout(
+        f"the hand-off probe of the operator did not end on rank {rank}: {verdict.text}. Other "
+        f"work of the device or of a peer kept a rank away for more than {BUDGETS_S[-1]:g} s, or "
+        f"the workspaces are not mapped as they should be. No operator was created; try again"
+    )

@@ -1,0 +1,54 @@
+"""The launcher and the table of scenarios, without a GPU."""
+
+from __future__ import annotations
+
+import ast
+import os
+from pathlib import Path
+
+import pytest
+from pair_cases import CASES, GPU_SCENARIOS, GROUPS, case_specs
+from pair_launch import descendants, report_of, run_group
+
+HERE = Path(__file__).parent
+
+
+def test_every_scenario_has_a_function() -> None:
+    found = set()
+    for path in HERE.glob("scenarios_*.py"):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        found |= {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+    assert [name for _, name in GPU_SCENARIOS if name not in found] == []
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_case_has_a_plan(name: str) -> None:
+    specs = case_specs(name)
+    assert len(specs) == 3
+    assert {spec.shape.num_ranks for spec in specs} == {CASES[name].ranks}
+    assert {spec.jitter_ns for spec in specs} == {CASES[name].jitter_ns}
+
+
+def test_a_failure_of_one_rank_does_not_end_the_group() -> None:
+    report = run_group("selftest")
+    assert not report.expired
+    assert report.problem("selftest", "passes") == ""
+    assert [line["details"] for line in report.lines["passes"]] == [{"ranks": [0, 1]}] * 2
+    problem = report.problem("selftest", "fails_on_one_rank")
+    assert "rank 1: ValueError: on purpose" in problem
+    assert report.problem("selftest", "meets_again") == ""
+
+
+def test_a_group_that_hangs_is_killed_and_says_where() -> None:
+    report = run_group("selftest-hang")
+    assert "ranks reported" in report.problem("selftest-hang", "hangs")
+    assert "in hangs" in report.output
+    assert report.seconds < 45
+    assert descendants(os.getpid()) == []
+
+
+@pytest.mark.parametrize("scenario", GROUPS["cpu"].scenarios)
+def test_creation_and_reset_of_two_processes(scenario: str) -> None:
+    problem = report_of("cpu").problem("cpu", scenario)
+    if problem:
+        pytest.fail(problem, pytrace=False)
