@@ -46,7 +46,7 @@ class ComputeKernel:
         ticket_known    scheduler -> weights    1, once: the first ticket, before the routes
         guess           weights -> weights      1 + 34,816 B, a phase per guessed unit
         out_full        consumers -> publisher  one per consumer warp
-        out_free        publisher -> consumers  1
+        out_free        publisher -> consumers  32, every lane for what it has read and copied
 
     Timeline of a CTA: ticket | routes | W1 items ... | W2 items ... | stop record.
     A wait on memory that ends by abort sets ``poisoned``; every mbarrier hand-shake still
@@ -243,7 +243,7 @@ class ComputeKernel:
                 cute.arch.mbarrier_init(pointers["ticket_known"], 1)
                 cute.arch.mbarrier_init(pointers["guess"], 1)
                 cute.arch.mbarrier_init(pointers["out_full"], consumer_warps)
-                cute.arch.mbarrier_init(pointers["out_free"], 1)
+                cute.arch.mbarrier_init(pointers["out_free"], 32)
         if tid == 0:
             ptx.shared_store(at["poisoned"], U32(0))
             if cutlass.const_expr(self.spec.trace):

@@ -55,8 +55,7 @@ class TileOutput:
             tile = ptx.shared_load(record + int(Word.TILE) * 4)
             rows = ptx.shared_load(record + int(Word.ROWS) * 4)
             width = ptx.shared_load(record + int(Word.WIDTH) * 4)
-            # By ballot, so that all lanes take the same branch; and lane 0 frees the record for the
-            # consumers only when every lane has read it.
+            # By ballot, so that all lanes take the same branch.
             poisoned = ptx.ballot(ptx.shared_load(at["poisoned"]))
             if kind == U32(int(Kind.STOP)):
                 go = I32(0)
@@ -66,7 +65,7 @@ class TileOutput:
                         self.publish_w1(at, workspace, lane, slot, tile, width)
                     else:
                         self.publish_w2(at, workspace, lane, slot, tile, rows)
-                elif lane == 0:
+                else:
                     ptx.mbarrier_arrive(at["out_free"])
         if lane == 0:
             sync.mark(self.spec, events, 7)
@@ -100,7 +99,7 @@ class TileOutput:
                 workspace + offsets["w1_bitmap"] + I64(slot) * 8,
                 self.shape.bitmap.window_bits(U64(1), U64(tile)),
             )
-            ptx.mbarrier_arrive(at["out_free"])
+        ptx.mbarrier_arrive(at["out_free"])
 
     @cute.jit
     def publish_w2(self, at, workspace, lane, slot, tile, rows):
@@ -119,9 +118,8 @@ class TileOutput:
                 ptx.bulk_store(target, at["stage"] + row * STAGE_STRIDE, W2_COLUMNS * 2)
         ptx.bulk_commit()
         sync.complete(ARRIVALS)
+        ptx.mbarrier_arrive(at["out_free"])
         cute.arch.sync_warp()
-        if lane == 0:
-            ptx.mbarrier_arrive(at["out_free"])
         sync.release(ARRIVALS)
         for first in cutlass.range_constexpr(0, self.max_width, 32):
             self.publish_arrivals(workspace, lane, slot, rows, first)
