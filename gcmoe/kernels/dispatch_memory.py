@@ -17,8 +17,8 @@ I32, I64 = cutlass.Int32, cutlass.Int64
 WARP = 32
 THREADS = 1024
 WARPS = THREADS // WARP
-# A row takes 1.5 us when few are under way and 4 us when all warps pull. With eight, the first blocks
-# are full 3 us earlier at 64 tokens, and the last row still comes before compute wants it (H200).
+# A row takes 1.5 us when few are under way and 4 us when all warps pull. With eight, the first
+# blocks are full 3 us earlier at 64 tokens, and the last row comes before compute wants it (H200).
 PULLING_WARPS = 8
 HISTOGRAM_BYTES = 48 << 10
 SHARED_LIMIT = 232_448
