@@ -84,7 +84,7 @@ class MoEConfig:
             "spin_budget_s",
             self.spin_budget_s,
             f"in (0, {MAX_SPIN_BUDGET_S:g}]",
-            "waits inside a CTA trap at twice that limit",
+            "a rank that is silent for a minute is lost, and the GPU spins meanwhile",
         )
 
     def local_experts(self, num_ranks: int) -> int:

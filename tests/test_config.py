@@ -31,8 +31,8 @@ LIMITS = [
     ({"clamp": 0.0}, "clamp = 0.0", "positive finite", "bounds gate"),
     ({"clamp": float("inf")}, "clamp = inf", "positive finite", "bounds gate"),
     ({"clamp": float("nan")}, "clamp = nan", "positive finite", "bounds gate"),
-    ({"spin_budget_s": 0.0}, "spin_budget_s = 0.0", "(0, 60]", "trap"),
-    ({"spin_budget_s": 61.0}, "spin_budget_s = 61.0", "(0, 60]", "trap"),
+    ({"spin_budget_s": 0.0}, "spin_budget_s = 0.0", "(0, 60]", "lost"),
+    ({"spin_budget_s": 61.0}, "spin_budget_s = 61.0", "(0, 60]", "lost"),
 ]
 
 

@@ -440,6 +440,11 @@ class DispatchKernel:
                     self.store_row(s, meta, weight, slot, RowPlace.ROW.get(packed), rows)
                     if index == 0:
                         self.stamp(s, Trace.FIRST_ROW)
+            elif s["lane"] == 0:
+                # No entry claimed this place: the list changed since it was counted.
+                sync.raise_fault(
+                    FaultKind.BAD_COUNT, Cell.RECV_HEADER, U32(0), mine, index, U32(NO_PEER), env
+                )
             if ok == 0:
                 ptx.shared_store(word_at(s, 4 * Word.STOPPED), U32(1))
             # By ballot, so that all lanes of the warp see the same.

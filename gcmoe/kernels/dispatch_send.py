@@ -143,6 +143,8 @@ class SendSteps:
                 same = ptx.match_any(dest)
             rank_in_warp = ptx.popcount(same & earlier_lanes)
             self.count_too_large(s, too_large)
+            # The line is read by other lanes at the end of the round before.
+            cute.arch.sync_warp()
             zeroed = s["lane"]
             while zeroed < U32(num_ranks):
                 ptx.shared_store(word_at(s, 0, counts // 4 + zeroed), U32(0))

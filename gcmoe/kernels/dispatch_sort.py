@@ -184,6 +184,8 @@ class SortSteps:
             same = ptx.match_any(expert)
             rank = ptx.popcount(same & earlier_lanes)
             cell = s["smem"] + line + I32(expert) * 2
+            # The line is read by other lanes at the end of the round before.
+            cute.arch.sync_warp()
             if s["warp"] < U32(m.chunks):
                 zeroed = s["lane"]
                 while zeroed < U32(m.pitch // 2):

@@ -117,6 +117,8 @@ INVARIANTS: tuple[Invariant, ...] = (
         "never_wrong",
         "After a fault an element of y is right or NaN.",
         "a CTA whose wait was aborted publishes nothing more and writes NaN into its share of y; a "
-        "CTA that sees the abort flag on entry stages, sends and advances nothing",
+        "CTA that sees the abort flag on entry stages, sends and advances nothing. Overlapping "
+        "replays are the exception: the second restages rows under the first before it knows, so y "
+        "of both is invalid on all ranks",
     ),
 )

@@ -240,6 +240,15 @@ def test_no_operation_without_a_place_in_the_table(name: str) -> None:
     assert {mark for mark, _ in build(name).marks()} <= known
 
 
+@every
+def test_warp_collectives_are_not_duplicated(name: str) -> None:
+    """The compiler does not know that they are convergent."""
+    b = build(name)
+    groups = b.spec.tiles.max_width // 32 + (b.spec.tiles.max_width % 32 > 0)
+    assert b.ptx.count("match.any.sync") == (0 if b.spec.shape.num_ranks == 1 else groups)
+    assert b.ptx.count("vote.sync.ballot") == 1
+
+
 def test_trace_costs_nothing_when_off() -> None:
     assert "%smid" not in build("v4-flash-64").ptx
     assert "%smid" in build("v4-flash-64-trace").ptx

@@ -167,6 +167,16 @@ def test_no_fence_is_of_the_bare_async_form(ptx: str) -> None:
     assert not re.search(r"fence\.proxy\.async\s*;", ptx)
 
 
+def test_warp_collectives_are_not_duplicated(shape: str, ptx: str) -> None:
+    """The compiler does not know that they are convergent: a copy in both arms of a branch would
+    run them at two places. One place each in the source; a round of headers has three votes."""
+    spec = spec_of(shape)
+    ranks, words = spec.shape.num_ranks, spec.shape.num_ranks * spec.shape.header_words
+    turns = -(-words // 1024)
+    assert ptx.count("match.any.sync") == (1 if ranks == 1 else 2)
+    assert ptx.count("vote.sync.ballot") == 2 + 3 * turns + (1 if ranks == 1 else 0)
+
+
 def test_timestamps_cost_nothing_when_off(folder: Path) -> None:
     timers = [
         compiled("small_odd", folder, trace)[0].count("%globaltimer") for trace in (False, True)
