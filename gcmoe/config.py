@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 MAX_INTERMEDIATE = 4096
 MAX_TOP_K = 32
-MAX_LOCAL_EXPERTS = 2048
+MAX_EXPERTS = 2048
 MAX_RANKS = 72
 MAX_TOKENS = 65536
 MAX_ENTRIES = 1 << 20
@@ -25,7 +25,7 @@ class MoEConfig:
     Args:
         hidden: H, the model width; a multiple of 256.
         intermediate: I, the width of one expert; a multiple of 128, at most 4096.
-        num_experts: E, experts over all ranks, at most 2048 of them on one rank.
+        num_experts: E, experts over all ranks, at most 2048.
         top_k: k, expert slots of one token, at most 32.
         max_tokens: capacity, the most tokens that one rank passes in one call.
         clamp: limit L of the clamped SwiGLU (``gate <= L``, ``-L <= up <= L``); None for none.
@@ -60,6 +60,13 @@ class MoEConfig:
             f"at most {MAX_INTERMEDIATE}",
             "the W1 bitmap of a ring slot has 64 bits of 64 columns each",
         )
+        _require(
+            self.num_experts <= MAX_EXPERTS,
+            "num_experts",
+            self.num_experts,
+            f"at most {MAX_EXPERTS}",
+            "an entry has 11 expert bits, and one rank may own all experts",
+        )
         _require(k <= MAX_TOP_K, "top_k", k, f"at most {MAX_TOP_K}", "an entry has 5 slot bits")
         _require(
             t <= MAX_TOKENS, "max_tokens", t, f"at most {MAX_TOKENS}", "an entry has 16 token bits"
@@ -91,8 +98,7 @@ class MoEConfig:
         """EL, the experts of one rank.
 
         Raises:
-            ValueError: ``num_ranks`` is outside [1, 72], does not divide E, or leaves a rank with
-                more experts than an entry can name.
+            ValueError: ``num_ranks`` is outside [1, 72] or does not divide E.
             TypeError: ``num_ranks`` is not an ``int``.
         """
         if isinstance(num_ranks, bool) or not isinstance(num_ranks, int):
@@ -111,12 +117,4 @@ class MoEConfig:
             f"a multiple of the {num_ranks} ranks",
             "each rank owns the same number of consecutive experts",
         )
-        local = self.num_experts // num_ranks
-        _require(
-            local <= MAX_LOCAL_EXPERTS,
-            "num_experts / num_ranks",
-            local,
-            f"at most {MAX_LOCAL_EXPERTS}",
-            "an entry has 11 expert bits",
-        )
-        return local
+        return self.num_experts // num_ranks

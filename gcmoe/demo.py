@@ -6,7 +6,10 @@ On a Hopper GPU a real layer with random MXFP4 weights; elsewhere the simulated 
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -73,34 +76,72 @@ def lacking_gpu() -> str:
 
 def report(name: str, found: Comparison) -> None:
     """One line, the worst token of a comparison."""
-    print(f"{name:<24}cosine {found.cosine:.6f}   relative L2 {found.relative_l2:.6f}")
+    print(f"{name:<26}cosine {found.cosine:.6f}   relative L2 {found.relative_l2:.6f}")
 
 
-def run_layer(num_tokens: int, seed: int) -> int:
-    """A layer of one rank on the current GPU; 0 if it agrees with the oracle, else 1."""
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What one rank found, and what it took."""
+
+    against_oracle: Comparison
+    against_bf16: Comparison
+    micros: float
+
+
+def run_layer(num_tokens: int, seed: int, group: Any | None, rank: int, num_ranks: int) -> Found:
+    """This rank's part of a layer, checked by itself: it knows the experts of all ranks."""
     from gcmoe.operator import MoE
 
-    generator = torch.Generator(device="cuda").manual_seed(seed)
-    weights = random_weights(CONFIG, generator)
-    x, ids, topk_weights = random_batch(CONFIG, num_tokens, generator)
-    packed = pack(weights.w13, weights.w13_scale, weights.w2, weights.w2_scale, CONFIG)
-    with MoE(CONFIG) as operator:
+    local = CONFIG.num_experts
+    config = replace(CONFIG, num_experts=local * num_ranks)
+    experts = random_weights(config, torch.Generator(device="cuda").manual_seed(seed))
+    generator = torch.Generator(device="cuda").manual_seed(seed + 1 + rank)
+    x, ids, topk_weights = random_batch(config, num_tokens, generator)
+    mine = slice(rank * local, (rank + 1) * local)
+    packed = pack(
+        experts.w13[mine], experts.w13_scale[mine], experts.w2[mine], experts.w2_scale[mine], config
+    )
+    with MoE(config, group) as operator:
         layer = operator.bind(packed)
         y = layer(x, ids, topk_weights)
         micros = time_calls(lambda: layer(x, ids, topk_weights))
         operator.check(synchronize=True)
-    trace = moe_reference(x, ids, topk_weights, weights, CONFIG)
-    against_oracle = compare(y, trace.y)
+    trace = moe_reference(x, ids, topk_weights, experts, config)
+    unquantized = moe_unquantized(x, ids, topk_weights, experts, config)
+    return Found(compare(y, trace.y), compare(y, unquantized), micros)
+
+
+def print_found(found: list[Found], num_tokens: int) -> int:
+    """The results of all ranks; 0 if all agree with the oracle, else 1."""
+    num_ranks = len(found)
     print(
         f"{torch.cuda.get_device_name()}, {MODEL.name}: H = {CONFIG.hidden}, "
-        f"I = {CONFIG.intermediate}, {CONFIG.num_experts} experts, top {CONFIG.top_k}, "
-        f"{num_tokens} tokens, one rank"
+        f"I = {CONFIG.intermediate}, {CONFIG.num_experts * num_ranks} experts, "
+        f"top {CONFIG.top_k}, {num_tokens} tokens a rank, {num_ranks} rank(s)"
     )
-    report("against the oracle", against_oracle)
-    unquantized = moe_unquantized(x, ids, topk_weights, weights, CONFIG)
-    report("against BF16 activations", compare(y, unquantized))
-    print(f"{'time of a call':<24}{micros:.1f} us (mean of {TIMED_CALLS} in a CUDA graph)")
-    return 0 if against_oracle.cosine >= MIN_COSINE else 1
+    for rank, one in enumerate(found):
+        if num_ranks > 1:
+            print(f"rank {rank}")
+        report("against the oracle", one.against_oracle)
+        report("against BF16 activations", one.against_bf16)
+        print(f"{'time of a call':<26}{one.micros:.1f} us (mean of {TIMED_CALLS} in a CUDA graph)")
+    return 0 if all(one.against_oracle.cosine >= MIN_COSINE for one in found) else 1
+
+
+def run_ranks(num_tokens: int, seed: int) -> int:
+    """One process of ``torchrun``: a rank of the layer; rank 0 prints for all."""
+    import torch.distributed as dist
+
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("gloo")
+    try:
+        rank, num_ranks = dist.get_rank(), dist.get_world_size()
+        mine = run_layer(num_tokens, seed, dist.group.WORLD, rank, num_ranks)
+        found: list[Any] = [None] * num_ranks
+        dist.all_gather_object(found, mine)
+        return print_found(found, num_tokens) if rank == 0 else 0
+    finally:
+        dist.destroy_process_group()
 
 
 def time_calls(call: Callable[[], object]) -> float:
@@ -140,7 +181,11 @@ def run(namespace: argparse.Namespace) -> int:
         raise SystemExit(f"gcmoe demo: --tokens {namespace.tokens}: 1 to {CONFIG.max_tokens}")
     fact = lacking_gpu()
     if not fact:
-        return run_layer(namespace.tokens, namespace.seed)
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            return run_ranks(namespace.tokens, namespace.seed)
+        return print_found(
+            [run_layer(namespace.tokens, namespace.seed, None, 0, 1)], namespace.tokens
+        )
     from gcmoe.sim.report import demo
 
     print(f"{fact}: simulating the protocol instead")
