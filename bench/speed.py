@@ -350,7 +350,8 @@ def measure(
 
 def query_gpu(fields: str) -> dict[str, str]:
     """What nvidia-smi says of the GPU; empty where it is missing."""
-    command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader", "--id=0"]
+    uuid = f"GPU-{torch.cuda.get_device_properties(0).uuid}"
+    command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader", f"--id={uuid}"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20)
     except (OSError, subprocess.SubprocessError):

@@ -33,7 +33,7 @@ class MoEConfig:
 
     Raises:
         ValueError: a value is outside its limit; names the value, the limit and the reason.
-        TypeError: a size is not an ``int``.
+        TypeError: a size is not an ``int``, or the clamp not a number.
     """
 
     hidden: int
@@ -79,6 +79,10 @@ class MoEConfig:
             "a receive header has 20 count bits",
         )
         if self.clamp is not None:
+            if isinstance(self.clamp, bool) or not isinstance(self.clamp, (int, float)):
+                raise TypeError(f"clamp must be None or a number, got {self.clamp!r}")
+            # One spelling of a limit: it is part of the identity of a kernel.
+            object.__setattr__(self, "clamp", float(self.clamp))
             _require(
                 0.0 < self.clamp < float("inf"),
                 "clamp",

@@ -43,7 +43,7 @@ class CaptureError(GCMoEError):
 
 
 class OperatorClosed(GCMoEError):
-    """The operator was closed, or a peer died: only ``close()`` is allowed."""
+    """The operator was closed: only ``close()`` is allowed."""
 
 
 class DeviceFault(GCMoEError):

@@ -90,3 +90,14 @@ def test_frozen_and_hashable():
         FLASH.hidden = 256
     assert hash(FLASH) == hash(replace(FLASH))
     assert replace(FLASH, clamp=10.0) != FLASH
+
+
+def test_an_integer_clamp_is_the_same_layer_as_a_float_one():
+    assert replace(FLASH, clamp=10) == replace(FLASH, clamp=10.0)
+    assert repr(replace(FLASH, clamp=10).clamp) == "10.0"
+
+
+@pytest.mark.parametrize("bad", ["10", True])
+def test_the_clamp_is_a_number(bad):
+    with pytest.raises(TypeError, match="clamp must be None or a number"):
+        replace(FLASH, clamp=bad)

@@ -35,6 +35,7 @@ KERNELS: dict[Role, str] = {
 """The kernel class of each role. A class takes the spec; an instance has ``threads``,
 ``smem_bytes`` and ``example_arguments()`` and is what the kernel language compiles."""
 
+OPTIONS = "--keep-ptx --keep-cubin"
 FORMAT = 1
 CACHE_ENVIRONMENT = "GCMOE_CACHE"
 PACKAGE = Path(__file__).resolve().parent.parent
@@ -185,7 +186,7 @@ def compile_kernel(spec: KernelSpec) -> CompiledKernel:
 
     kernel = kernel_class(spec.role)(spec)
     with tempfile.TemporaryDirectory(prefix="gcmoe-") as folder:
-        options = f"--gpu-arch {spec.arch} --keep-ptx --keep-cubin --dump-dir {folder}"
+        options = f"{OPTIONS} --gpu-arch {spec.arch} --dump-dir {folder}"
         compiled = cute.compile(kernel, *kernel.example_arguments(), options=options)
         ptx, cubin = compiled.__ptx__, bytes(compiled.__cubin__)
     check_ptx(ptx, spec)
@@ -229,7 +230,12 @@ def spec_fields(spec: KernelSpec) -> dict[str, Any]:
 
 def cache_key(spec: KernelSpec, source: str | None = None) -> str:
     """SHA-256 of what shapes the kernel, apart from the version of the kernel language."""
-    content = {"format": FORMAT, "spec": spec_fields(spec), "source": source or source_digest()}
+    content = {
+        "format": FORMAT,
+        "options": OPTIONS,
+        "spec": spec_fields(spec),
+        "source": source or source_digest(),
+    }
     text = json.dumps(content, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -377,7 +383,7 @@ def get_kernel(spec: KernelSpec, cache_dir: str | os.PathLike[str] | None = None
         raise KernelNotCached(
             f"{spec.symbol} for {spec.arch} is not in {directory}, and {DSL_PACKAGE}, which would "
             f"compile it, is not installed. Where it is, run\n    {compile_command(spec)}\n"
-            f"and copy the folder kernels/ to {directory}, or name it in {CACHE_ENVIRONMENT}"
+            f"and copy what is in kernels/ to {directory}, or set {CACHE_ENVIRONMENT} to the folder"
         )
     kernel = compile_kernel(spec)
     try:
@@ -395,7 +401,7 @@ def compile_command(spec: KernelSpec, out: str = "kernels") -> str:
         f"--experts {spec.num_experts} --top-k {shape.top_k}",
     ]
     if spec.clamp is not None:
-        words.append(f"--clamp {spec.clamp:g}")
+        words.append(f"--clamp {spec.clamp!r}")
     words.append(f"--ranks {shape.num_ranks} --max-tokens {shape.max_tokens}")
     words.append(f"--dispatch-sms {spec.dispatch_ctas} --ring-slots {shape.num_slots}")
     words.append(f"--arch {spec.arch} --out {out}")

@@ -11,7 +11,7 @@ from gcmoe.errors import KernelNotCached
 from gcmoe.kernels.build import DSL_PACKAGE, cache_directory, dsl_version, get_kernel
 from gcmoe.kernels.spec import kernel_specs
 from gcmoe.models import MODELS, Model, get_model, share
-from gcmoe.plan import make_plan
+from gcmoe.plan import LayerPlan, make_plan
 
 DEFAULT_CAPACITIES = (8, 64, 256)
 SHAPE_OPTIONS = ("hidden", "intermediate", "experts", "top_k")
@@ -64,11 +64,13 @@ def model_of(ns: argparse.Namespace) -> Model:
     return share(model, ns.ranks) if ns.share else model
 
 
-def compile_layer(
-    config: MoEConfig, ranks: int, ns: argparse.Namespace, out: str
-) -> list[tuple[str, ...]]:
+def plan_of(config: MoEConfig, ranks: int, ns: argparse.Namespace) -> LayerPlan:
+    """The plan of one capacity, as the options ask."""
+    return make_plan(config, ranks, ns.sms, dispatch_sms=ns.dispatch_sms, ring_slots=ns.ring_slots)
+
+
+def compile_layer(plan: LayerPlan, ns: argparse.Namespace, out: str) -> list[tuple[str, ...]]:
     """Compile or find the kernels of one capacity; a row of the report for each."""
-    plan = make_plan(config, ranks, ns.sms, dispatch_sms=ns.dispatch_sms, ring_slots=ns.ring_slots)
     rows: list[tuple[str, ...]] = []
     for spec in kernel_specs(plan, ns.arch, trace=ns.trace):
         start = time.perf_counter()
@@ -77,7 +79,7 @@ def compile_layer(
         rows.append(
             (
                 spec.role.name.lower(),
-                str(config.max_tokens),
+                str(plan.config.max_tokens),
                 str(kernel.threads),
                 str(kernel.registers or "?"),
                 str(kernel.smem_bytes),
@@ -91,21 +93,21 @@ def compile_layer(
 
 def main(ns: argparse.Namespace) -> int:
     """Compile; 0, or 2 when the options name no layer."""
+    ranks = 1 if ns.share else ns.ranks
     try:
         model = model_of(ns)
-        configs = [model.config(tokens) for tokens in ns.max_tokens]
+        plans = [plan_of(model.config(tokens), ranks, ns) for tokens in ns.max_tokens]
     except (TypeError, ValueError) as error:
         print(f"gcmoe compile: {error}")
         return 2
     if dsl_version() is None:
         raise KernelNotCached(f"{DSL_PACKAGE} is not installed: pip install 'gc-moe[compile]'")
-    ranks = 1 if ns.share else ns.ranks
     out = str(cache_directory(ns.out))
     print(f"{model.name}, R = {ranks}, {ns.arch}, into {out}")
     head = ("role", "tokens", "threads", "regs", "smem", "cubin", "seconds", "")
     line = "{:<9} {:>6} {:>7} {:>5} {:>7} {:>8} {:>8}  {}"
     print(line.format(*head).rstrip())
-    for config in configs:
-        for row in compile_layer(config, ranks, ns, out):
+    for plan in plans:
+        for row in compile_layer(plan, ns, out):
             print(line.format(*row), flush=True)
     return 0

@@ -73,7 +73,8 @@ def gpu(ns: argparse.Namespace) -> Findings:
             f"{i}: {facts.name}, compute capability {facts.major}.{facts.minor}, "
             f"{facts.multi_processor_count} SMs, {facts.total_memory / 2**30:.0f} GiB"
         )
-        yield Finding(OK if fits else BAD, "GPU", text if fits else text + ": 9.0 is required")
+        level = OK if fits else BAD if i == ns.device else NOTE
+        yield Finding(level, "GPU", text if fits else text + ": 9.0 is required")
 
 
 def partitions(ns: argparse.Namespace) -> Findings:
@@ -124,7 +125,8 @@ def peers(ns: argparse.Namespace) -> Findings:
             if not driver.call("cuDeviceGetP2PAttribute", kind, own, other):
                 lacking.append(f"no {name} to GPU {i}")
     if lacking:
-        yield Finding(BAD, "peers", f"GPU {ns.device}: {', '.join(lacking)}: ranks need NVLink")
+        text = f"GPU {ns.device}: {', '.join(lacking)}: one rank only, several need NVLink"
+        yield Finding(NOTE, "peers", text)
     else:
         yield Finding(OK, "peers", f"GPU {ns.device} reaches {count - 1} others, native atomics")
 
@@ -133,13 +135,14 @@ def symmetric_memory(ns: argparse.Namespace) -> Findings:
     from torch import distributed
 
     if not distributed.is_available():
-        yield Finding(BAD, "symmetric memory", "torch.distributed is missing: one rank only")
+        yield Finding(NOTE, "symmetric memory", "torch.distributed is missing: one rank only")
         return
     import torch.distributed._symmetric_memory as module
 
     missing = [name for name in ("empty", "rendezvous") if not hasattr(module, name)]
     if missing:
-        yield Finding(BAD, "symmetric memory", f"this torch lacks {', '.join(missing)}")
+        text = f"this torch lacks {', '.join(missing)}: one rank only"
+        yield Finding(NOTE, "symmetric memory", text)
     else:
         yield Finding(OK, "symmetric memory", "available; multicast is not used")
 

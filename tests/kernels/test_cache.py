@@ -132,14 +132,15 @@ def test_without_language_and_entry_the_error_holds_the_command(tmp_path, monkey
     text = str(caught.value)
     assert str(tmp_path) in text
     assert "gcmoe compile --hidden 4096 --intermediate 2048 --experts 32 --top-k 6" in text
-    assert "--clamp 10 --ranks 1 --max-tokens 8 --dispatch-sms 8" in text
+    assert "--clamp 10.0 --ranks 1 --max-tokens 8 --dispatch-sms 8" in text
     assert "nvidia-cutlass-dsl" in text
 
 
 def test_the_command_makes_that_very_kernel(tmp_path, compiler, monkeypatch, capsys):
     from gcmoe import cli
 
-    plan = make_plan(MoEConfig(4096, 2048, 64, 6, 24), 2, dispatch_sms=24, ring_slots=64)
+    config = MoEConfig(4096, 2048, 64, 6, 24, clamp=10.1234567)
+    plan = make_plan(config, 2, dispatch_sms=24, ring_slots=64)
     spec = kernel_spec(plan, Role.FINALIZE, "sm_90a", trace=True)
     command = build.compile_command(spec, str(tmp_path)).split()
     assert command[0] == "gcmoe"
