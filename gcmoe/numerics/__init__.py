@@ -32,6 +32,7 @@ from gcmoe.numerics.packing import (
     unpack,
     w13_row_order,
 )
+from gcmoe.numerics.packing_sm100 import PackedWeightsSm100, pack_sm100, unpack_sm100
 from gcmoe.numerics.rebase import RebasedRows, rebase_rows
 from gcmoe.numerics.reference import (
     RECIPES,
@@ -59,6 +60,7 @@ __all__ = [
     "Comparison",
     "ExpertWeights",
     "PackedWeights",
+    "PackedWeightsSm100",
     "RebasedRows",
     "ReferenceTrace",
     "compare",
@@ -76,6 +78,7 @@ __all__ = [
     "moe_reference",
     "moe_unquantized",
     "pack",
+    "pack_sm100",
     "permute_window",
     "quantize_e4m3",
     "quantize_input",
@@ -86,6 +89,7 @@ __all__ = [
     "swiglu",
     "swizzle128",
     "unpack",
+    "unpack_sm100",
     "unpermute_window",
     "unswizzle128",
     "w1_swiglu",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, overload
 
 import torch
 from torch import Tensor
@@ -29,8 +30,11 @@ from gcmoe.numerics.layouts import (
 )
 from gcmoe.numerics.rebase import BASE_BIAS, ZERO_BLOCK_INDEX, RebasedRows, rebase_rows
 
+if TYPE_CHECKING:
+    from gcmoe.numerics.packing_sm100 import PackedWeightsSm100
+
 TILE_ROWS = 256
-ARCHS = ("sm90",)
+ARCHS = ("sm90", "sm100")
 """Accepted values of ``arch``."""
 
 DEFAULT_MAX_RESCALE_ERROR = 2.0**-10
@@ -253,6 +257,18 @@ def w13_row_order(intermediate: int, device: torch.device | str = "cpu") -> Tens
     return h * intermediate + column
 
 
+# fmt: off
+@overload
+def pack(
+    w13: Tensor, w13_scale: Tensor, w2: Tensor, w2_scale: Tensor, config: MoEConfig, *,
+    arch: Literal["sm90"] = ..., max_rescale_error: float = ..., out: PackedWeights | None = ...,
+) -> PackedWeights: ...
+@overload
+def pack(
+    w13: Tensor, w13_scale: Tensor, w2: Tensor, w2_scale: Tensor, config: MoEConfig, *,
+    arch: Literal["sm100"], max_rescale_error: float = ..., out: PackedWeightsSm100 | None = ...,
+) -> PackedWeightsSm100: ...
+# fmt: on
 def pack(
     w13: Tensor,
     w13_scale: Tensor,
@@ -262,8 +278,8 @@ def pack(
     *,
     arch: str = "sm90",
     max_rescale_error: float = DEFAULT_MAX_RESCALE_ERROR,
-    out: PackedWeights | None = None,
-) -> PackedWeights:
+    out: PackedWeights | PackedWeightsSm100 | None = None,
+) -> PackedWeights | PackedWeightsSm100:
     """Pack one rank's weights for the kernels, on the device that they are on.
 
     Works through the experts in steps of about 16 MiB, so temporaries stay small. It waits for
@@ -273,9 +289,9 @@ def pack(
         w13, w13_scale, w2, w2_scale: as :class:`ExpertWeights`, in any storage type that
             :meth:`ExpertWeights.from_checkpoint` accepts. EL = ``w13.shape[0]`` is free.
         config: gives H and I.
-        arch: "sm90".
+        arch: "sm90", or "sm100" for :func:`gcmoe.numerics.packing_sm100.pack_sm100`.
         max_rescale_error: bound on the error of a block below the exact range, relative to its
-            row's largest magnitude; 0 means exact or an error.
+            row's largest magnitude; 0 means exact or an error. "sm100" is always exact.
         out: pack into this storage instead of new tensors, so that captured graphs see the new
             weights. Left untouched when an error is raised.
 
@@ -283,13 +299,19 @@ def pack(
         The packed weights; with ``out``, a new record around the same four tensors.
 
     Raises:
-        TypeError: a dtype that is not accepted.
+        TypeError: a dtype that is not accepted, or ``out`` is of the other ``arch``.
         ValueError: ``arch`` is unknown, a shape does not fit ``config``, or ``out`` does not fit.
         WeightFormatError: a scale is NaN (255), or a block exceeds ``max_rescale_error``.
     """
     _check_arch(arch)
     if not max_rescale_error >= 0.0:
         raise ValueError(f"max_rescale_error = {max_rescale_error!r}: must be at least 0")
+    if arch == "sm100":
+        from gcmoe.numerics import packing_sm100
+
+        return packing_sm100.pack_sm100(w13, w13_scale, w2, w2_scale, config, out=out)
+    if out is not None and not isinstance(out, PackedWeights):
+        raise TypeError(f"out must be PackedWeights for sm90, got {type(out).__name__}")
     weights = ExpertWeights.from_checkpoint(w13=w13, w13_scale=w13_scale, w2=w2, w2_scale=w2_scale)
     h, i = config.hidden, config.intermediate
     _check_shapes(weights, weights.num_experts, h, i, f"hidden = {h} and intermediate = {i}")
@@ -334,15 +356,19 @@ def pack(
     )
 
 
-def unpack(packed: PackedWeights) -> ExpertWeights:
-    """The checkpoint tensors that :func:`pack` was given, byte for byte, as uint8.
+def unpack(packed: PackedWeights | PackedWeightsSm100) -> ExpertWeights:
+    """The checkpoint tensors that the packer was given, byte for byte, as uint8.
 
     Args:
-        packed: result of :func:`pack`.
+        packed: result of :func:`pack` or :func:`gcmoe.numerics.packing_sm100.pack_sm100`.
 
     Returns:
         New tensors on the same device.
     """
+    from gcmoe.numerics import packing_sm100  # which imports this module
+
+    if isinstance(packed, packing_sm100.PackedWeightsSm100):
+        return packing_sm100.unpack_sm100(packed)
     _check_arch(packed.arch)
     experts, h, i = packed.num_experts, packed.hidden, packed.intermediate
     order = w13_row_order(i, packed.w13.device)

@@ -424,8 +424,8 @@ def test_non_contiguous_and_misaligned_input() -> None:
 def test_rejects() -> None:
     cfg = config()
     w = random_weights(cfg, 2)
-    with pytest.raises(ValueError, match=r"sm100.*'sm90'"):
-        do_pack(w, cfg, arch="sm100")
+    with pytest.raises(ValueError, match=r"sm120.*'sm90', 'sm100'"):
+        do_pack(w, cfg, arch="sm120")
     with pytest.raises(ValueError, match="max_rescale_error"):
         do_pack(w, cfg, max_rescale_error=-1.0)
     with pytest.raises(ValueError, match="hidden = 512"):
