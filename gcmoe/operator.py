@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 import warnings
-from contextlib import nullcontext, suppress
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from types import TracebackType
 from typing import Any, Self
 
@@ -18,14 +17,13 @@ from gcmoe.errors import (
     CaptureError,
     DeviceFault,
     OperatorClosed,
-    UnsupportedConcurrency,
     UnsupportedDevice,
 )
 from gcmoe.kernels.build import get_kernel
 from gcmoe.kernels.spec import TRACE_WORDS, KernelSpec, kernel_specs
 from gcmoe.numerics import PackedWeights
 from gcmoe.plan import LayerPlan, make_plan
-from gcmoe.protocol import FIRST_GENERATION, NUM_CALLS, Role
+from gcmoe.protocol import NUM_CALLS, Role
 from gcmoe.runtime import checks, faults, probe
 from gcmoe.runtime import device as devices
 from gcmoe.runtime.agreement import (
@@ -33,14 +31,16 @@ from gcmoe.runtime.agreement import (
     arguments_fingerprint,
     build_fingerprint,
     finalize_grid,
+    initial_words,
+    require_config,
     require_whole_ring,
 )
-from gcmoe.runtime.driver import DriverError
 from gcmoe.runtime.graph import LayerGraph, replay_order
 from gcmoe.runtime.group import RankGroup
 from gcmoe.runtime.launch import Arguments
 from gcmoe.runtime.memory import (
     HostRecord,
+    Stats,
     Workspace,
     device_identity,
     require_peer_atomics,
@@ -51,19 +51,6 @@ from gcmoe.runtime.partition import Partition, PartitionReport, get_partition
 __all__ = ["Layer", "MoE", "Stats"]
 
 RESET_LIMIT_S = 60.0
-
-
-@dataclass(frozen=True, slots=True)
-class Stats:
-    """What a rank received since its operator was created or reset.
-
-    Args:
-        rows: int64 [EL] on the CPU, rows routed to each local expert.
-        bad_ids: expert ids of E and more that this rank met and masked.
-    """
-
-    rows: Tensor
-    bad_ids: int
 
 
 class MoE:
@@ -103,6 +90,7 @@ class MoE:
         UnsupportedConcurrency: the kernels of a replay do not run at once; on all ranks.
         PeerTimeout: the probe did not end, because a rank was not heard; on all ranks.
         KernelNotCached: a kernel is missing and cannot be compiled here.
+        CaptureError: the current stream is being captured.
         ValueError: a limit is exceeded, or the ranks' arguments or builds differ; on all ranks.
         GCMoEError: another rank failed; names it.
     """
@@ -121,54 +109,55 @@ class MoE:
         initial: tuple[int, int, int] | None = None,
         jitter_ns: int = 0,
     ) -> None:
-        if not isinstance(config, MoEConfig):
-            raise TypeError(f"config must be a MoEConfig, got {type(config).__name__}")
         self._closed = True
         self.config = config
         self.group = group
         self.serial = serial
-        self._initial = (FIRST_GENERATION, 0, 0) if initial is None else initial
-        if len(self._initial) != 3 or not all(isinstance(word, int) for word in self._initial):
-            raise TypeError(f"initial must be (generation, epoch, arrivals), got {initial!r}")
         self._ranks = RankGroup(group)
         self.rank, self.num_ranks = self._ranks.rank, self._ranks.size
+        self._owned: list[Callable[[], None]] = []
+        self._zeroed = False
 
-        def read_arguments() -> LayerPlan:
+        def read_arguments() -> tuple[LayerPlan, dict[str, str]]:
+            require_config(config)
+            self._initial = initial_words(initial)
             plan = make_plan(
                 config, self.num_ranks, dispatch_sms=dispatch_sms, ring_slots=ring_slots
             )
             if serial:
                 require_whole_ring(plan)
-            return plan
-
-        if self.num_ranks == 1:
-            read_arguments()  # its errors need no GPU
-        self.device = devices.choose_device(device)
-        self._index = -1 if self.device.index is None else self.device.index
-        with devices.guard(self.device):
+            self.device = devices.choose_device(device)  # the errors above need no GPU
+            current.enter_context(devices.guard(self.device))
             if devices.is_capturing():
                 raise CaptureError("an operator cannot be created inside a graph capture")
-            draft = self._ranks.together("reading the arguments", read_arguments)
-            self._ranks.require_equal(
-                arguments_fingerprint(
-                    draft, serial=serial, trace=trace, initial=self._initial, jitter_ns=jitter_ns
-                )
+            return plan, arguments_fingerprint(
+                plan, serial=serial, trace=trace, initial=self._initial, jitter_ns=jitter_ns
             )
+
+        with ExitStack() as current:
+            draft, fingerprint = self._ranks.together("reading the arguments", read_arguments)
+            self._index = -1 if self.device.index is None else self.device.index
+            self._ranks.require_equal(fingerprint)
             self._ranks.together(
                 "creating the operator",
                 lambda: self._prepare(draft.dispatch_sms, ring_slots, cache_dir, trace, jitter_ns),
             )
             self._ranks.require_equal(build_fingerprint(self.plan, self._kernels))
             if self.num_ranks > 1:
-                identities = self._ranks.gather(device_identity(self.device))
+                identities = self._ranks.gather(self._identity)
                 self._ranks.together(
                     "checking the peers", lambda: require_peer_atomics(self.device, identities)
                 )
-            self._ranks.together("mapping the workspace", self._allocate)
-            self._ranks.require_equal({"workspace offset": str(self._workspace.offset)})
-            self._ranks.open_barriers()
-            self._order = replay_order(self._index)
-            self._probe()
+            try:
+                self._ranks.together("mapping the workspace", self._allocate)
+                self._ranks.require_equal({"workspace offset": str(self._workspace.offset)})
+                self._ranks.open_barriers()
+                self._order = replay_order(self._index)
+                self._probe()
+            except BaseException:
+                with suppress(Exception):
+                    devices.release(self.device, self._owned[::-1])
+                raise
         self._next_call = 0
         self._layers: list[Layer] = []
         self._is_warm = False
@@ -214,12 +203,16 @@ class MoE:
             Role.COMPUTE: self.plan.compute_sms,
             Role.FINALIZE: finalize_grid(self.config, self.plan.compute_sms),
         }
+        if self.num_ranks > 1:
+            self._identity = device_identity(self.device)
 
     def _allocate(self) -> None:
         """Workspace, fault record and trace buffers."""
         self._workspace = Workspace(self.plan.workspace, self.device, self._ranks)
+        self._owned.append(self._workspace.close)
         self._workspace.reset_cells(*self._initial)
         self._record = HostRecord()
+        self._owned.append(self._record.close)
         self._traces: dict[Role, Tensor] = {}
         for role, spec in self._specs.items():
             if spec.trace:
@@ -274,25 +267,21 @@ class MoE:
             blocks[Role.COMPUTE].set(**dict.fromkeys(probe.WEIGHTS, room[0].data_ptr()))
             return LayerGraph(self._kernels, blocks, self._grids, self._partition, self.serial)
 
-        budgets = (self.config.spin_budget_s,) if self.serial else probe.BUDGETS_S
-        for turn, budget in enumerate(budgets):
-            shares = probe.shares(budget / self.config.spin_budget_s, self.serial)
-            run = partial(
-                probe.run, make_graph, shares, self._ranks, self._order, self._index, self.device
-            )
-            self._ranks.together("the hand-off probe", run)
-            abort, in_flight = (
-                bool(self._workspace.view(name).any()) for name in ("abort", "in_flight")
-            )
-            is_last = turn == len(budgets) - 1 and not self.serial
-            verdict = probe.judge(self._record.read(), abort, in_flight, is_last)
-            verdicts = self._ranks.gather(verdict)
-            self._reset_cells()
-            failure = probe.failure_of(verdicts, probe.likely_cause())
-            if failure is None:
-                return
-            if is_last or self.serial or isinstance(failure, UnsupportedConcurrency):
-                raise failure
+        def verdict(is_last: bool) -> probe.Verdict:
+            view = self._workspace.view
+            abort, in_flight = bool(view("abort").any()), bool(view("in_flight").any())
+            return probe.judge(self._record.read(), abort, in_flight, is_last)
+
+        probe.require_hand_off(
+            lambda shares: probe.run(
+                make_graph, shares, self._ranks, self._order, self._index, self.device
+            ),
+            verdict,
+            self._reset_cells,
+            self._ranks,
+            self.config.spin_budget_s,
+            self.serial,
+        )
 
     # -------------------------------------------------------------------------------- public
 
@@ -300,14 +289,16 @@ class MoE:
         """A layer with these weights. All ranks bind the same layers in the same order.
 
         The layer keeps the tensors' addresses: values written into them later, by
-        ``pack(..., out=packed)`` say, are seen by eager calls and captured graphs alike.
+        ``pack(..., out=packed)`` say, are seen by eager calls and captured graphs alike. The
+        operator keeps ``packed`` alive until ``close()``.
 
         Args:
             packed: this rank's EL experts, on the operator's device.
 
         Raises:
             OperatorClosed: after ``close()``.
-            TypeError, ValueError: not packed weights, or not of this layer's shape or device.
+            TypeError, ValueError: not packed weights for sm90, or not of this layer's shapes,
+                dtypes or device.
         """
         self._require_open()
         if not isinstance(packed, PackedWeights):
@@ -322,8 +313,13 @@ class MoE:
         return layer
 
     def stats(self) -> Stats:
-        """Rows received by each local expert, and ids masked. Waits for the device."""
+        """Rows received by each local expert, and ids masked. Waits for the device.
+
+        Raises:
+            CaptureError, DeviceFault, OperatorClosed: as :meth:`check` when it waits.
+        """
         self._require_open()
+        devices.wait(self.device, "stats()")
         cells = self._workspace.view("stats").cpu().view(torch.int64)
         return Stats(cells[:-1].clone(), int(cells[-1]))
 
@@ -336,14 +332,18 @@ class MoE:
 
         Raises:
             PeerTimeout, CallMismatch, OverlappingReplays, DeviceFault: the fault; it stays until
-                ``reset()``.
+                ``reset()``, and for ever where the device has failed.
+            CaptureError: asked to wait inside a graph capture.
             OperatorClosed: after ``close()``.
         """
         self._require_open()
-        broken = devices.failure_of(self.device) if synchronize else None
-        error = faults.error_of(self._record.read())
+        broken = None
+        if synchronize:
+            devices.refuse_capture(self.device, "check(synchronize = True)")
+            broken = devices.failure_of(self.device)
+        error = faults.error_of(self._record.read(), broken)
         if error is not None:
-            raise error
+            raise error from broken
         if broken is not None:
             raise DeviceFault(f"the device failed: {broken}. {faults.LOST}") from broken
         if synchronize and bool(self._workspace.view("abort").any()):
@@ -352,56 +352,62 @@ class MoE:
     def reset(self, *, timeout_s: float = RESET_LIMIT_S) -> None:
         """Back to the state after creation, after a fault say. Collective; waits for the device.
 
-        Layers and captured graphs stay valid. ``stats()`` start again at zero.
+        Layers and captured graphs stay valid. ``stats()`` start again at zero. No rank makes a call
+        until its ``reset()`` has returned.
 
         Args:
             timeout_s: seconds to wait for the other ranks, at each of two barriers.
 
         Raises:
-            GCMoEError: ranks have not come in time; names them. The call may be repeated.
+            GCMoEError: ranks have not come in time; names them. The call may be repeated: it goes
+                on at the barrier where it waited.
+            DeviceFault: the device has failed; only ``close()`` remains.
+            CaptureError: inside a graph capture.
             OperatorClosed: after ``close()``.
         """
         self._require_open()
-        with devices.guard(self.device):
-            if devices.is_capturing():
-                raise CaptureError("reset() cannot be captured")
+        devices.refuse_capture(self.device, "reset()")
+        with devices.failures_named("reset()"), devices.guard(self.device):
             self._reset_cells(timeout_s)
 
     def _reset_cells(self, timeout_s: float = RESET_LIMIT_S) -> None:
-        """The steps of ``reset()``, in the only order that is safe."""
-        devices.synchronize(self.device)
-        # Late arrivals of a rank that still runs would fall into zeroed cells.
-        self._ranks.barrier("reset, own calls ended", timeout_s)
-        self._workspace.reset_cells(*self._initial)
-        self._record.clear()
-        devices.synchronize(self.device)
+        """The steps of ``reset()``, in the only order that is safe; goes on where it stopped."""
+        if not self._zeroed:
+            devices.synchronize(self.device)
+            # Late arrivals of a rank that still runs would fall into zeroed cells.
+            self._ranks.barrier("reset, own calls ended", timeout_s)
+            self._workspace.reset_cells(*self._initial)
+            self._record.clear()
+            devices.synchronize(self.device)
+            self._zeroed = True
         # An early header of a rank that is ahead would be lost.
         self._ranks.barrier("reset, own cells zeroed", timeout_s)
+        self._zeroed = False
 
     def close(self) -> None:
         """Wait for this rank's calls and free what the operator owns. Not collective.
 
         Graphs that captured its layers must not be replayed any more, by no rank. On a device that
         has failed, when a peer has died say, it frees what it can and warns.
+
+        Raises:
+            CaptureError: inside a graph capture; the operator stays open.
         """
         if self._closed:
             return
+        devices.refuse_capture(self.device, "close()")
         self._closed = True
-        steps = [
-            *(layer._graph.close for layer in self._layers),
-            self._record.close,
-            self._workspace.close,
-        ]
-        with devices.guard(self.device):
-            broken = devices.failure_of(self.device)
-            if broken is not None:
-                text = f"close(): the device failed: {broken}"
-                warnings.warn(text, RuntimeWarning, stacklevel=2)
-            for step in steps:
-                with nullcontext() if broken is None else suppress(DriverError, RuntimeError):
-                    step()
-        self._layers.clear()
-        self._traces.clear()
+        graphs = [layer._graph.close for layer in self._layers]
+        lists = [self._layers.clear, self._traces.clear]
+        broken = devices.release(self.device, [*graphs, *self._owned[::-1], *lists])
+        if broken is not None:
+            text = f"close(): the device failed: {broken}"
+            warnings.warn(text, RuntimeWarning, stacklevel=2)
+
+    def __del__(self) -> None:
+        if not getattr(self, "_closed", True):
+            text = "an operator was dropped without close(): its graphs and host memory remain"
+            warnings.warn(text, ResourceWarning, stacklevel=2)
 
     def workspace_view(self, region: str) -> Tensor:
         """A region of the workspace as uint8 [bytes] that shares its memory, for tests.
@@ -421,7 +427,7 @@ class MoE:
         self._require_open()
         if not self._traces:
             raise ValueError("trace_records() needs an operator with trace = True")
-        devices.synchronize(self.device)
+        devices.wait(self.device, "trace_records()")
         return {role: trace.cpu() for role, trace in self._traces.items()}
 
     def __enter__(self) -> Self:
@@ -471,16 +477,16 @@ class Layer:
     ) -> Tensor:
         """y = sum over slots of weight * expert(x), on the current stream.
 
-        All ranks make the call, also with T = 0; T may differ. Allocates nothing but y without
-        ``out``, and never waits for the device. Inside a graph capture it becomes one child graph;
-        the operator must have been called eagerly before, on all ranks, and the tensors' addresses
-        are captured.
+        All ranks make the call, also with T = 0; T may differ. Never waits for the device. The
+        first call of a layer instantiates its graph; later ones allocate nothing but y, and nothing
+        with ``out``. Inside a graph capture it becomes one child graph; the operator must have been
+        called eagerly before, on all ranks, and the tensors' addresses are captured.
 
         Args:
             x: bf16 [T, H], contiguous, T <= max_tokens.
             topk_ids: int32 or int64 [T, k], contiguous, ids in [0, E); an id outside is skipped.
             topk_weights: fp32 [T, k], contiguous.
-            out: bf16 [T, H], contiguous, for y; may be ``x``.
+            out: bf16 [T, H], contiguous, for y; may be ``x``, may not overlap the other two.
 
         Returns:
             bf16 [T, H]: ``out``, or a new tensor.
@@ -499,7 +505,8 @@ class Layer:
         if out is None:
             out = torch.empty_like(x)
         else:
-            self._check_out(out, num_tokens, index)
+            shape = num_tokens, self._hidden
+            checks.require_output(out, topk_ids, topk_weights, shape, self._max_tokens, op.device)
         if not devices.is_current(index):
             with devices.guard(op.device):
                 return self._run(x, topk_ids, topk_weights, out, num_tokens)
@@ -584,17 +591,4 @@ class Layer:
             pass  # not a tensor, or not two dimensions
         raise checks.argument_error(
             x, topk_ids, topk_weights, self._hidden, self._top_k, self._max_tokens, self.op.device
-        )
-
-    def _check_out(self, out: Tensor, num_tokens: int, index: int) -> None:
-        if (
-            out.dtype is torch.bfloat16
-            and out.shape == (num_tokens, self._hidden)
-            and out.is_contiguous()
-            and out.get_device() == index
-            and not out.data_ptr() % checks.ALIGNMENT
-        ):
-            return
-        raise checks.tensor_error(
-            "out", out, checks.BF16, (num_tokens, self._hidden), self._max_tokens, self.op.device
         )

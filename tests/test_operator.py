@@ -32,6 +32,8 @@ def test_without_a_gpu_the_error_says_what_was_required_and_found():
         ({"dispatch_sms": 200}, ValueError, "dispatch_sms = 200"),
         ({"serial": True, "ring_slots": 2}, ValueError, "serial = True needs a ring for all"),
         ({"initial": (1, 2)}, TypeError, "initial must be"),
+        ({"initial": (1, 2, 3.0)}, TypeError, "initial must be"),
+        ({"initial": 5}, TypeError, "initial must be"),
         ({"device": "cpu"}, ValueError, "must be a CUDA device"),
     ],
 )

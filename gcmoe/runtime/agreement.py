@@ -10,7 +10,7 @@ from typing import Any
 from gcmoe.config import MoEConfig
 from gcmoe.kernels.build import source_digest
 from gcmoe.plan import LayerPlan
-from gcmoe.protocol import Role
+from gcmoe.protocol import FIRST_GENERATION, Role
 from gcmoe.runtime.modules import LoadedKernel
 
 FINALIZE_ELEMENTS = 8 * 512  # of y, per CTA and pass: 16 bytes a thread
@@ -23,6 +23,29 @@ def finalize_grid(config: MoEConfig, compute_sms: int) -> int:
     """CTAs of finalize: enough for a full batch, at most one per SM; constant per operator."""
     work = -(-config.max_tokens * config.hidden // FINALIZE_ELEMENTS)
     return max(1, min(compute_sms, work))
+
+
+def initial_words(initial: Any) -> tuple[int, int, int]:
+    """(generation, epoch, arrivals) that an operator's counters start at.
+
+    Raises:
+        TypeError: not three integers.
+    """
+    if initial is None:
+        return FIRST_GENERATION, 0, 0
+    if (
+        not isinstance(initial, tuple | list)
+        or len(initial) != 3
+        or not all(isinstance(word, int) for word in initial)
+    ):
+        raise TypeError(f"initial must be (generation, epoch, arrivals), got {initial!r}")
+    return initial[0], initial[1], initial[2]
+
+
+def require_config(config: Any) -> None:
+    """Raises TypeError for anything but a :class:`MoEConfig`."""
+    if not isinstance(config, MoEConfig):
+        raise TypeError(f"config must be a MoEConfig, got {type(config).__name__}")
 
 
 def arguments_fingerprint(plan: LayerPlan, **others: Any) -> dict[str, str]:

@@ -8,11 +8,17 @@ import torch
 from torch import Tensor
 
 from gcmoe.protocol import WorkspaceShape
+from gcmoe.protocol.ring import WINDOW_COLUMNS
 
 ALIGNMENT = 16
 BF16 = (torch.bfloat16,)
 INTEGERS = (torch.int32, torch.int64)
 FP32 = (torch.float32,)
+
+ARCH = "sm90"
+TILE_ROWS = 256
+BLOCK = (4, 4352)
+"""Sub-blocks of 64 rows, and bytes of each, in a packed block of 256 rows x 128 columns."""
 
 
 def tensor_error(
@@ -70,12 +76,70 @@ def argument_error(
     return tensor_error("topk_weights", topk_weights, FP32, shape, max_tokens, device)
 
 
+def overlaps(first: Tensor, second: Tensor) -> bool:
+    """Whether two contiguous tensors of a device share a byte."""
+    a, b = first.data_ptr(), second.data_ptr()
+    return a < b + second.nbytes and b < a + first.nbytes
+
+
+def require_output(
+    out: Tensor,
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    shape: tuple[int, int],
+    max_tokens: int,
+    device: torch.device,
+) -> None:
+    """``out`` fits a call whose inputs have passed; cheap comparisons, unless one fails.
+
+    Raises:
+        TypeError, ValueError: it does not; says why.
+    """
+    if not (
+        isinstance(out, Tensor)
+        and out.dtype is torch.bfloat16
+        and out.shape == shape
+        and out.is_contiguous()
+        and out.get_device() == topk_ids.get_device()
+        and not out.data_ptr() % ALIGNMENT
+    ):
+        raise tensor_error("out", out, BF16, shape, max_tokens, device)
+    for name, tensor in (("topk_ids", topk_ids), ("topk_weights", topk_weights)):
+        if overlaps(out, tensor):
+            raise ValueError(f"out overlaps {name}: it may share memory with x only")
+
+
+def weight_layout(shape: WorkspaceShape) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    """dtype and shape of the tensors of packed weights that kernels read, by name."""
+    experts, blocks = shape.local_experts, shape.intermediate // WINDOW_COLUMNS
+    tiles = shape.hidden // TILE_ROWS
+    even = blocks + blocks % 2
+    return {
+        "w13": (torch.uint8, (experts, blocks, shape.num_windows, *BLOCK)),
+        "w13_row_scale": (torch.float32, (experts, blocks, TILE_ROWS)),
+        "w2": (torch.uint8, (experts, tiles, even, *BLOCK)),
+        "w2_row_scale": (torch.float32, (experts, tiles, TILE_ROWS)),
+    }
+
+
 def require_weights(packed: Any, shape: WorkspaceShape, device: torch.device) -> None:
     """Packed weights fit a workspace and the kernels.
 
     Raises:
-        ValueError: they do not; names the tensor or the numbers.
+        TypeError: a field is not a tensor.
+        ValueError: they do not fit; names the field or the numbers.
     """
+    if packed.arch != ARCH:
+        raise ValueError(f"packed.arch is {packed.arch!r}, must be {ARCH!r}")
+    layout = weight_layout(shape)
+    for name, (_, wanted_shape) in layout.items():
+        tensor = getattr(packed, name)
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"packed.{name} must be a tensor, got {type(tensor).__name__}")
+        if tensor.dim() != len(wanted_shape):
+            raise ValueError(
+                f"packed.{name} has shape {list(tensor.shape)}, must be {list(wanted_shape)}"
+            )
     found = packed.num_experts, packed.hidden, packed.intermediate
     wanted = shape.local_experts, shape.hidden, shape.intermediate
     if found != wanted:
@@ -83,8 +147,14 @@ def require_weights(packed: Any, shape: WorkspaceShape, device: torch.device) ->
             f"packed weights have (EL, H, I) = {found}, this layer {wanted} on each of "
             f"{shape.num_ranks} ranks"
         )
-    for name in ("w13", "w13_row_scale", "w2", "w2_row_scale"):
-        tensor: Tensor = getattr(packed, name)
+    for name, (dtype, wanted_shape) in layout.items():
+        tensor = getattr(packed, name)
+        if tensor.dtype != dtype:
+            raise ValueError(f"packed.{name} has dtype {tensor.dtype}, must be {dtype}")
+        if tensor.shape != wanted_shape:
+            raise ValueError(
+                f"packed.{name} has shape {list(tensor.shape)}, must be {list(wanted_shape)}"
+            )
         if tensor.device != device:
             raise ValueError(f"packed.{name} is on {tensor.device}, must be on {device}")
         if not tensor.is_contiguous() or tensor.data_ptr() % ALIGNMENT:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 
 import torch
 
-from gcmoe.errors import UnsupportedDevice
-from gcmoe.runtime import driver
+from gcmoe.errors import CaptureError, DeviceFault, UnsupportedDevice
+from gcmoe.runtime import driver, faults
 
 CAPABILITY = (9, 0)
 ARCH = "sm_90a"
@@ -89,6 +90,41 @@ def synchronize(device: torch.device) -> None:
     torch.cuda.synchronize(device)
 
 
+@contextmanager
+def failures_named(what: str) -> Iterator[None]:
+    """Errors of the device inside become :class:`DeviceFault`; others pass."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise DeviceFault(f"{what}: the device failed: {error}. {faults.LOST}") from error
+
+
+def refuse_capture(device: torch.device, what: str) -> None:
+    """Raises CaptureError while the current stream of ``device`` is being captured.
+
+    A wait for the device would end the capture with an error.
+    """
+    try:
+        with guard(device):
+            capturing = is_capturing()
+    except RuntimeError:
+        return  # the device has failed: what the caller does next says so
+    if capturing:
+        raise CaptureError(f"{what} waits for the device and cannot be captured")
+
+
+def wait(device: torch.device, what: str) -> None:
+    """Wait until the device is idle, for ``what``.
+
+    Raises:
+        CaptureError: inside a graph capture, which goes on.
+        DeviceFault: the device has failed.
+    """
+    refuse_capture(device, what)
+    with failures_named(what):
+        synchronize(device)
+
+
 def failure_of(device: torch.device) -> RuntimeError | None:
     """Wait until the device is idle; the error that it answers with, None if it is sound."""
     try:
@@ -96,3 +132,28 @@ def failure_of(device: torch.device) -> RuntimeError | None:
     except RuntimeError as error:
         return error
     return None
+
+
+def release(device: torch.device, steps: Sequence[Callable[[], None]]) -> RuntimeError | None:
+    """Wait until the device is idle, then take all steps in order, also after one that raises.
+
+    Returns:
+        The error of a device that has failed, where steps fail silently; else None.
+
+    Raises:
+        Exception: what the last step that failed raised.
+    """
+
+    def forgive(step: Callable[[], None]) -> None:
+        with suppress(driver.DriverError, RuntimeError):
+            step()
+
+    with guard(device):
+        broken = failure_of(device)
+        with ExitStack() as stack:
+            for step in reversed(steps):
+                if broken is None:
+                    stack.callback(step)
+                else:
+                    stack.callback(forgive, step)
+    return broken

@@ -33,19 +33,21 @@ ABORTED_BY_PEER = (
 )
 
 
-def error_of(words: Sequence[int]) -> DeviceFault | None:
+def error_of(words: Sequence[int], broken: Exception | None = None) -> DeviceFault | None:
     """The exception for a record in host memory; None if there is no fault.
 
     Args:
         words: at least nine 32-bit words, in the order of ``gcmoe.protocol.faults.RECORD_WORDS``.
+        broken: the error of a device that has failed as well, so that nothing brings it back.
     """
     if not words[0]:
         return None
+    way_on = RECOVERY if broken is None else f"The device failed as well: {broken}. {LOST}"
     try:
         record = FaultRecord.decode(tuple(words))
     except ValueError:
         text = " ".join(f"{word:#x}" for word in words)
-        return DeviceFault(f"the fault record cannot be read: {text}. {RECOVERY}")
+        return DeviceFault(f"the fault record cannot be read: {text}. {way_on}")
     assert record is not None
     kind = EXCEPTIONS.get(record.kind, DeviceFault)
-    return kind(f"{record.describe()}. {ADVICE[record.kind]} {RECOVERY}", record)
+    return kind(f"{record.describe()}. {ADVICE[record.kind]} {way_on}", record)

@@ -73,7 +73,7 @@ class RankGroup:
         """Run ``action`` on every rank; all ranks raise if one does.
 
         Raises:
-            Exception: what ``action`` raised on this rank.
+            Exception: what ``action`` raised on this rank, also when the ranks cannot be told.
             GCMoEError: it failed on other ranks only; names the first.
         """
         value, failure = None, None
@@ -82,7 +82,12 @@ class RankGroup:
         except Exception as error:
             failure = error
         text = None if failure is None else f"{type(failure).__name__}: {failure}"
-        reports = self.gather(text)
+        try:
+            reports = self.gather(text)
+        except Exception as error:
+            if failure is not None:
+                raise failure from error
+            raise
         if failure is not None:
             raise failure
         for rank, report in enumerate(reports):
@@ -120,32 +125,51 @@ class RankGroup:
     def _key(self, turn: int, rank: int) -> str:
         return f"gcmoe/{self._name}/{turn}/{rank}"
 
+    def _require_step(self, step: str, rank: int, other: str) -> None:
+        if other != step:
+            raise GCMoEError(
+                f"the ranks are not at the same step: rank {self.rank} is at '{step}', rank {rank} "
+                f"at '{other}'. All ranks must make the same calls in the same order"
+            )
+
+    def _is_here(self, rank: int, step: str) -> bool:
+        """Whether a rank has come to this barrier, for the same step."""
+        key = self._key(self._turn, rank)
+        if not self._store.check([key]):
+            return False
+        found = self._store.get(key)
+        self._require_step(step, rank, found.decode() if isinstance(found, bytes) else str(found))
+        return True
+
     def barrier(self, step: str, limit_s: float = BARRIER_LIMIT_S) -> None:
         """Wait until all ranks are here; runs nothing on the device.
 
         A rank that ran into the limit may come again: it then waits in the same barrier.
 
         Args:
-            step: what the ranks do here, for the message.
+            step: what the ranks do here; must be the same on all ranks.
             limit_s: seconds to wait for the others.
 
         Raises:
-            GCMoEError: ranks are missing after ``limit_s``; names them. Or the store of the
-                process group does not answer.
+            GCMoEError: ranks are missing after ``limit_s``; names them. Or a rank is here for
+                another step. Or the store of the process group does not answer.
         """
         if self.size == 1:
             return
         if self._store is None:
-            self.gather(step)
+            try:
+                steps = self.gather(step)
+            except RuntimeError as error:
+                raise GCMoEError(f"{step}: the process group does not answer: {error}") from error
+            for rank, other in enumerate(steps):
+                self._require_step(step, rank, other)
             return
         deadline = time.monotonic() + limit_s
         missing = [rank for rank in range(self.size) if rank != self.rank]
         try:
             self._store.set(self._key(self._turn, self.rank), step)
             while True:
-                missing = [
-                    rank for rank in missing if not self._store.check([self._key(self._turn, rank)])
-                ]
+                missing = [rank for rank in missing if not self._is_here(rank, step)]
                 if not missing or time.monotonic() > deadline:
                     break
                 time.sleep(POLL_S)

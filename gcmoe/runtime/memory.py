@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from gcmoe.errors import GCMoEError, UnsupportedDevice
 from gcmoe.protocol import WorkspaceShape
@@ -19,6 +20,19 @@ from gcmoe.runtime.group import RankGroup, store_limit
 LINE = 128
 RENDEZVOUS_LIMIT_S = 60.0
 _FORMATS = {4: "I", 8: "Q"}
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """What a rank received since its operator was created or reset.
+
+    Args:
+        rows: int64 [EL] on the CPU, rows routed to each local expert.
+        bad_ids: expert ids of E and more that this rank met and masked.
+    """
+
+    rows: Tensor
+    bad_ids: int
 
 
 @dataclass
@@ -166,9 +180,13 @@ class HostRecord:
         cu = driver.cu
         flags = cu.CU_MEMHOSTALLOC_DEVICEMAP | cu.CU_MEMHOSTALLOC_PORTABLE
         self._address = int(driver.call("cuMemHostAlloc", RECORD_BYTES, flags))
-        self.words = (ctypes.c_uint32 * (RECORD_BYTES // 4)).from_address(self._address)
-        self.clear()
-        self.device_address = int(driver.call("cuMemHostGetDevicePointer", self._address, 0))
+        try:
+            self.words = (ctypes.c_uint32 * (RECORD_BYTES // 4)).from_address(self._address)
+            self.clear()
+            self.device_address = int(driver.call("cuMemHostGetDevicePointer", self._address, 0))
+        except Exception:
+            self.close()
+            raise
 
     def clear(self) -> None:
         ctypes.memset(self._address, 0, RECORD_BYTES)

@@ -25,14 +25,12 @@ class LoadedKernel:
 
     Args:
         kernel: ``CUkernel``.
-        registers: per thread, as the driver says.
     """
 
     role: Role
     kernel: Any
     threads: int
     smem_bytes: int
-    registers: int
     checksum: str
 
 
@@ -95,14 +93,8 @@ def _load(
             driver.call("cuFuncLoad", function, detail=compiled.symbol)
             # Both the kernel and its function of each context: nodes are added by kernel.
             driver.call("cuFuncSetAttribute", function, smem, compiled.smem_bytes, detail=detail)
-
-    def read(which: Any) -> int:
-        return int(driver.call("cuKernelGetAttribute", which, kernel, device))
-
-    most = read(attribute.CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK)
+    limit = attribute.CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK
+    most = int(driver.call("cuKernelGetAttribute", limit, kernel, device))
     if compiled.threads > most:
         raise GCMoEError(f"{compiled.symbol}: {compiled.threads} threads, at most {most} fit")
-    registers = read(attribute.CU_FUNC_ATTRIBUTE_NUM_REGS)
-    return LoadedKernel(
-        spec.role, kernel, compiled.threads, compiled.smem_bytes, registers, compiled.checksum
-    )
+    return LoadedKernel(spec.role, kernel, compiled.threads, compiled.smem_bytes, compiled.checksum)

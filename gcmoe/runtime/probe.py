@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Literal
 
@@ -41,6 +42,7 @@ WINDOW_BYTES = 4 * 4352
 """Packed weights of 256 rows x 128 columns, of which a tile of W1 has H/128."""
 
 Kind = Literal["passed", "serialised", "late"]
+FEW_CONNECTIONS = tuple(str(n) for n in range(1, 8))
 TOOL_VARIABLES = (
     "CUDA_INJECTION64_PATH",
     "NV_SANITIZER_INJECTION_PORT_BASE",
@@ -50,10 +52,16 @@ TOOL_VARIABLES = (
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a rank saw; ``text`` is one sentence, empty if it passed."""
+    """What a rank saw.
+
+    Args:
+        text: one sentence, empty if it passed.
+        cause: :func:`likely_cause` of that rank; empty if it passed.
+    """
 
     kind: Kind
     text: str = ""
+    cause: str = ""
 
 
 def weight_bytes(shape: WorkspaceShape, compute_ctas: int) -> int:
@@ -76,18 +84,26 @@ def run(
     index: int,
     device: torch.device,
 ) -> None:
-    """This rank's part of one probe; leaves the cells as the replay leaves them."""
-    graph = make_graph(shares)
-    try:
+    """One probe; leaves the cells as the replay leaves them. Ranks fail together."""
+
+    def prepare() -> LayerGraph:
+        graph = make_graph(shares)
+        stack.callback(graph.close)
         graph.instantiate()
-        ranks.barrier("the hand-off probe")  # so that no rank spends its budget waiting
-        handle = devices.stream_handle(index)
-        stream = order.enter(handle)
-        graph.launch(stream)
-        order.leave(handle, stream)
-        devices.synchronize(device)
-    finally:
-        graph.close()
+        return graph
+
+    def replay() -> None:
+        with stack.pop_all():
+            ranks.barrier("the hand-off probe")  # so that no rank spends its budget waiting
+            handle = devices.stream_handle(index)
+            stream = order.enter(handle)
+            graph.launch(stream)
+            order.leave(handle, stream)
+            devices.synchronize(device)
+
+    with ExitStack() as stack:
+        graph = ranks.together("preparing the hand-off probe", prepare)
+        ranks.together("the hand-off probe", replay)
 
 
 def judge(record: Sequence[int], abort: bool, in_flight: bool, is_last_turn: bool) -> Verdict:
@@ -105,32 +121,36 @@ def judge(record: Sequence[int], abort: bool, in_flight: bool, is_last_turn: boo
     words = dict(zip(RECORD_WORDS, record, strict=False))
     waited_for_routes = (words["role"], words["cell"]) == (Role.COMPUTE, Cell.ROUTES)
     if not in_flight and ((error is not None and waited_for_routes) or is_last_turn):
-        return Verdict("serialised", "dispatch did not begin while compute waited for it")
+        text = "dispatch did not begin while compute waited for it"
+        return Verdict("serialised", text, likely_cause())
     if error is None:
-        return Verdict("late", "another rank aborted the probe")
-    return Verdict("late", str(error).partition(". ")[0])
+        return Verdict("late", "another rank aborted the probe", likely_cause())
+    return Verdict("late", str(error).partition(". ")[0], likely_cause())
 
 
 def likely_cause() -> str:
-    """The most likely reason on this machine why two kernels do not run at once."""
+    """The most likely reason in this process why two kernels do not run at once."""
     tools = [name for name in TOOL_VARIABLES if os.environ.get(name)]
     if tools:
         return f"a debugger or profiler that serialises kernels ({tools[0]} is set)"
     connections = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS")
-    if connections is not None:
+    if connections is not None and connections.strip() in FEW_CONNECTIONS:
         return f"CUDA_DEVICE_MAX_CONNECTIONS={connections}, too few work queues"
+    found = "not set" if connections is None else connections
     return (
         "a debugger or profiler that serialises kernels, or a work queue that the two green "
-        "contexts share with a busy stream (CUDA_DEVICE_MAX_CONNECTIONS is not set)"
+        f"contexts share with a busy stream (CUDA_DEVICE_MAX_CONNECTIONS is {found})"
     )
 
 
-def failure_of(verdicts: Sequence[Verdict], cause: str) -> GCMoEError | None:
+def failure_of(
+    verdicts: Sequence[Verdict], serial_budget_s: float | None = None
+) -> GCMoEError | None:
     """What every rank raises; None if all passed.
 
     Args:
         verdicts: of all ranks, in rank order.
-        cause: this rank's :func:`likely_cause`.
+        serial_budget_s: ``spin_budget_s`` of a serial operator, whose probe waits that long.
     """
     bad = [(rank, v) for rank, v in enumerate(verdicts) if v.kind != "passed"]
     if not bad:
@@ -138,15 +158,52 @@ def failure_of(verdicts: Sequence[Verdict], cause: str) -> GCMoEError | None:
     serialised = [(rank, v) for rank, v in bad if v.kind == "serialised"]
     if serialised:
         rank, verdict = serialised[0]
+        advice = ". An operator with serial = True works without it, more slowly"
         return UnsupportedConcurrency(
             f"the dispatch and the compute kernel of a replay must run at the same time; in the "
-            f"probe of rank {rank} {verdict.text}. Likely cause: {cause}. An operator with "
-            f"serial = True works without it, more slowly"
+            f"probe of rank {rank} {verdict.text}. Likely cause: {verdict.cause}"
+            + (advice if serial_budget_s is None else "")
         )
     # A rank with a record of its own says more than one that was aborted.
     rank, verdict = max(bad, key=lambda item: len(item[1].text))
+    limit = (
+        f"{BUDGETS_S[-1]:g} s"
+        if serial_budget_s is None
+        else f"spin_budget_s = {serial_budget_s:g} s"
+    )
     return PeerTimeout(
         f"the hand-off probe of the operator did not end on rank {rank}: {verdict.text}. Other "
-        f"work of the device or of a peer kept a rank away for more than {BUDGETS_S[-1]:g} s, or "
-        f"the workspaces are not mapped as they should be. No operator was created; try again"
+        f"work of the device or of a peer kept a rank away for more than {limit}, or the "
+        f"workspaces are not mapped as they should be. No operator was created; try again"
     )
+
+
+def require_hand_off(
+    replay: Callable[[dict[Role, float]], None],
+    verdict: Callable[[bool], Verdict],
+    reset: Callable[[], None],
+    ranks: RankGroup,
+    spin_budget_s: float,
+    serial: bool,
+) -> None:
+    """Probe until one passes, at most twice; collective.
+
+    Args:
+        replay: one probe with these shares of the spin budget; see :func:`run`.
+        verdict: of this rank, given whether this was the last turn; see :func:`judge`.
+        reset: cells as before the probe, on all ranks.
+
+    Raises:
+        UnsupportedConcurrency, PeerTimeout: as :func:`failure_of` says, on all ranks.
+    """
+    budgets = (spin_budget_s,) if serial else BUDGETS_S
+    for turn, budget in enumerate(budgets):
+        replay(shares(budget / spin_budget_s, serial))
+        is_last = turn == len(budgets) - 1 and not serial
+        verdicts = ranks.gather(verdict(is_last))
+        reset()
+        failure = failure_of(verdicts, spin_budget_s if serial else None)
+        if failure is None:
+            return
+        if is_last or serial or isinstance(failure, UnsupportedConcurrency):
+            raise failure

@@ -9,6 +9,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import pytest
 import scenarios_create
 import torch
 import torch.distributed as dist
@@ -24,6 +25,7 @@ from gcmoe.runtime import device, driver, memory
 from gcmoe.runtime.group import RankGroup
 
 LINE = 128
+CHOOSE_DEVICE = device.choose_device
 
 
 def load_stand_in() -> Any:
@@ -125,7 +127,36 @@ def cpu_unequal_arguments(world: RankGroup) -> Any:
 
 
 def cpu_a_rank_fails(world: RankGroup) -> Any:
-    return scenarios_create.a_rank_fails(pair_of(world))
+    """Whatever is wrong on one rank, the other is told at once."""
+    pair = pair_of(world)
+    found = scenarios_create.a_rank_fails(pair)
+    config = CASES["tiny"].config
+    bad: dict[str, Any] = {
+        "config must be a MoEConfig": lambda: gcmoe.MoE({}, pair.group),  # type: ignore[arg-type]
+        "initial must be": lambda: gcmoe.MoE(config, pair.group, initial=(1, 2)),  # type: ignore[arg-type]
+        "must be a CUDA device": lambda: gcmoe.MoE(config, pair.group, device="cpu"),
+        "inside a graph capture": lambda: make(pair),
+        "cuGraphInstantiate failed": lambda: make(pair),
+        "cuGraphAddKernelNode failed": lambda: make(pair),
+    }
+    for text, create in bad.items():
+        start = time.monotonic()
+        with pytest.MonkeyPatch.context() as patch:
+            if pair.rank == 1 and "device" in text:
+                patch.setattr(device, "choose_device", CHOOSE_DEVICE)
+            if pair.rank == 1 and "capture" in text:
+                patch.setattr(device, "is_capturing", lambda: True)
+            if pair.rank == 1 and text.startswith("cu"):
+                code = driver.cu.CUresult.CUDA_ERROR_OUT_OF_MEMORY
+                patch.setitem(pair.stand_in.failing, text.split()[0], code)
+            error = scenarios_create.refusal(pair, create if pair.rank else lambda: make(pair))
+        expect(text in str(error), f"{text!r} is not in: {error}")
+        if pair.rank == 0:
+            expect("failed on rank 1" in str(error), f"{type(error).__name__}: {error}")
+        seconds = time.monotonic() - start
+        expect(seconds < 5.0, f"{text}: took {seconds:.1f} s")
+        make(pair).close()
+    return found
 
 
 def cpu_rendezvous_counts(world: RankGroup) -> Any:
@@ -160,8 +191,44 @@ def cpu_reset(world: RankGroup) -> Any:
     ]
     expect(pair.steps == wanted, f"{pair.steps}")
     op.reset(timeout_s=10.0)
+    late_in_the_second_barrier(pair, op)
     op.close()
     return pair.steps
+
+
+def late_in_the_second_barrier(pair: Any, op: gcmoe.MoE) -> None:
+    """Rank 0 has zeroed its cells when it gives up; its next reset waits in the same barrier."""
+
+    def reset_alone() -> str:
+        try:
+            op.reset(timeout_s=0.3)
+        except GCMoEError as error:
+            return str(error)
+        raise AssertionError("a rank that was alone was reset")
+
+    first = ["synchronise", "reset, own calls ended", "zero", "clear", "synchronise"]
+    pair.meet("before")
+    pair.steps.clear()
+    if pair.rank == 1:
+        text = reset_alone()
+        expect(text.startswith("reset, own calls ended: rank 1 waited"), text)
+    pair.meet("rank 1 has come and gone")
+    if pair.rank == 0:
+        pair.steps.clear()
+        text = reset_alone()
+        expect(text.startswith("reset, own cells zeroed: rank 0 waited"), text)
+        expect(pair.steps == first, f"rank 0 did {pair.steps}")
+    pair.meet("rank 0 has zeroed")
+    pair.steps.clear()
+    op.reset(timeout_s=10.0)
+    last = "reset, own cells zeroed"
+    wanted = [last] if pair.rank == 0 else [*first, last]
+    expect(pair.steps == wanted, f"the second reset did {pair.steps}")
+    # The ranks are in step again.
+    for _ in range(2):
+        pair.steps.clear()
+        op.reset(timeout_s=10.0)
+        expect(pair.steps == [*first, last], f"{pair.steps}")
 
 
 def cpu_probe_serialised(world: RankGroup) -> Any:

@@ -35,7 +35,7 @@ class StandIn:
         self.calls: list[tuple[str, tuple[Any, ...]]] = []
         self.failing: dict[str, Any] = {}
         self.num_sms = num_sms
-        self.capturing = True
+        self.capture_status = real.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_ACTIVE
         self.sizes: dict[str, list[int]] = {}
         self.symbols: dict[int, str] = {}
         self.host: list[Any] = []
@@ -95,9 +95,6 @@ class StandIn:
     def answer_cuCtxFromGreenCtx(self, green: Any) -> tuple[Any, ...]:
         return (real.CUcontext(int(green) + 0x10000),)
 
-    def answer_cuGreenCtxStreamCreate(self, green: Any, flags: Any, priority: int) -> tuple:
-        return (real.CUstream(self.handle()),)
-
     def answer_cuLibraryLoadData(self, image: bytes, *rest: Any) -> tuple[Any, ...]:
         assert rest == ([], [], 0, [], [], 0)
         return (real.CUlibrary(self.handle()),)
@@ -144,13 +141,16 @@ class StandIn:
         return (real.CUgraphNode(self.handle()),)
 
     def answer_cuStreamGetCaptureInfo(self, stream: Any) -> tuple[Any, ...]:
-        status = real.CUstreamCaptureStatus
-        state = (
-            status.CU_STREAM_CAPTURE_STATUS_ACTIVE
-            if self.capturing
-            else status.CU_STREAM_CAPTURE_STATUS_NONE
+        if self.capture_status != real.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_ACTIVE:
+            return self.capture_status, real.cuuint64_t(0), real.CUgraph(0), [], [], 0
+        return (
+            self.capture_status,
+            real.cuuint64_t(1),
+            real.CUgraph(7),
+            [real.CUgraphNode(9)],
+            [],
+            1,
         )
-        return state, real.cuuint64_t(1), real.CUgraph(7), [real.CUgraphNode(9)], [], 1
 
     def answer_cuEventCreate(self, flags: Any) -> tuple[Any, ...]:
         return (real.CUevent(self.handle()),)

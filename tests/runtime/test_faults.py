@@ -5,7 +5,7 @@ import pytest
 from gcmoe.errors import CallMismatch, DeviceFault, OverlappingReplays, PeerTimeout
 from gcmoe.protocol import Cell, FaultKind, FaultRecord, Role
 from gcmoe.protocol.faults import NO_PEER
-from gcmoe.runtime.faults import ADVICE, error_of
+from gcmoe.runtime.faults import ADVICE, LOST, error_of
 
 
 def words(kind: int, cell: int = Cell.RECV_HEADER, peer: int = 3) -> tuple[int, ...]:
@@ -52,3 +52,11 @@ def test_a_record_that_cannot_be_read_is_still_a_fault(broken):
     assert type(error) is DeviceFault
     assert "cannot be read" in str(error)
     assert error.record is None
+
+
+@pytest.mark.parametrize("record", [words(FaultKind.TIMEOUT), words(77)])
+def test_on_a_device_that_failed_only_close_remains(record):
+    text = str(error_of(record, RuntimeError("illegal memory access")))
+    assert "The device failed as well: illegal memory access" in text
+    assert LOST in text
+    assert "reset()" not in text

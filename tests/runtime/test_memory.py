@@ -1,10 +1,13 @@
 """The workspace on the CPU and the fault record."""
 
 import struct
+import threading
 from datetime import timedelta
 
 import pytest
 import torch
+import torch.distributed as dist
+from cuda.bindings import driver as real
 
 from gcmoe.config import MoEConfig
 from gcmoe.errors import GCMoEError
@@ -60,6 +63,13 @@ def test_host_record(standin):
     assert record.words[0] == 0
 
 
+def test_a_host_record_without_a_device_address_is_freed(standin):
+    standin.failing["cuMemHostGetDevicePointer"] = real.CUresult.CUDA_ERROR_INVALID_VALUE
+    with pytest.raises(GCMoEError, match="cuMemHostGetDevicePointer failed"):
+        HostRecord()
+    assert standin.names().count("cuMemFreeHost") == 1
+
+
 class Peers(RankGroup):
     """This rank among others whose answers are given."""
 
@@ -81,6 +91,20 @@ def test_ranks_fail_together():
     with pytest.raises(OSError, match="mine"):
         Peers(0, ["OSError: disk"]).together("step", fail)
     assert Peers(0, [None]).together("step", lambda: 3) == 3
+
+
+def test_the_own_failure_is_raised_also_when_the_ranks_cannot_be_told():
+    class Broken(Peers):
+        def gather(self, value):
+            raise RuntimeError("connection lost")
+
+    def fail():
+        raise OSError("mine")
+
+    with pytest.raises(OSError, match="mine"):
+        Broken(0, [None]).together("step", fail)
+    with pytest.raises(RuntimeError, match="connection lost"):
+        Broken(0, [None]).together("step", lambda: 3)
 
 
 def test_a_difference_names_both_values():
@@ -138,6 +162,9 @@ class Store:
     def check(self, keys):
         return all(key in self.values for key in keys)
 
+    def get(self, key):
+        return self.values[key].encode()
+
     def delete_key(self, key):
         return self.values.pop(key, None) is not None
 
@@ -165,11 +192,51 @@ def test_a_barrier_names_who_is_missing_and_may_be_repeated():
             for ranks in (first, second):
                 with pytest.raises(GCMoEError, match="for rank"):
                     ranks.barrier("again", 0.0)
-        third.barrier("again", 0.0)
-        first.barrier("again", 0.0)
-        second.barrier("again", 0.0)
+        step = "again" if turn else "reset"
+        third.barrier(step, 0.0)
+        first.barrier(step, 0.0)
+        second.barrier(step, 0.0)
         # Keys of barriers that everybody has passed do not pile up.
         assert len(store.values) <= 6
+
+
+def test_barriers_of_different_steps_do_not_pair():
+    store = Store()
+    first, second = ranks_on(store, 0, 2), ranks_on(store, 1, 2)
+    with pytest.raises(GCMoEError, match="in vain"):
+        first.barrier("cells zeroed", 0.0)
+    with pytest.raises(GCMoEError, match=r"rank 1 is at 'calls ended', rank 0 at 'cells zeroed'"):
+        second.barrier("calls ended", 0.0)
+    with pytest.raises(GCMoEError, match=r"rank 0 is at 'cells zeroed', rank 1 at 'calls ended'"):
+        first.barrier("cells zeroed", 0.0)
+    assert (first._turn, second._turn) == (0, 0)
+    second.barrier("cells zeroed", 0.0)
+    first.barrier("cells zeroed", 0.0)
+
+
+def test_steps_are_compared_without_a_store_too():
+    ranks = ranks_on(None, 0, 2)
+    ranks.others = ["reset"]
+    ranks.barrier("reset")
+    with pytest.raises(GCMoEError, match=r"rank 0 is at 'probe', rank 1 at 'reset'"):
+        ranks.barrier("probe")
+
+
+def test_two_ranks_meet_in_a_store_of_torch():
+    store, done = dist.HashStore(), []
+
+    def meet(rank):
+        ranks = ranks_on(store, rank, 2)
+        for turn in range(5):
+            ranks.barrier(f"step {turn}", 20.0)
+        done.append(rank)
+
+    threads = [threading.Thread(target=meet, args=(rank,)) for rank in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30.0)
+    assert sorted(done) == [0, 1]
 
 
 def test_a_store_that_has_gone_is_said():

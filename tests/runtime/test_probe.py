@@ -1,11 +1,14 @@
 """The hand-off probe: what it launches, what it concludes, and a driver that serialises."""
 
+from dataclasses import replace
+
 import pytest
 import torch
+from cuda.bindings import driver as real
 
 from gcmoe import operator as operators
 from gcmoe.config import MoEConfig
-from gcmoe.errors import PeerTimeout, UnsupportedConcurrency
+from gcmoe.errors import GCMoEError, PeerTimeout, UnsupportedConcurrency
 from gcmoe.numerics import pack
 from gcmoe.operator import MoE
 from gcmoe.protocol import Cell, Role
@@ -47,14 +50,18 @@ def test_verdicts(words, abort, in_flight, is_last, kind):
 
 def test_all_ranks_raise_the_same():
     passed, late = Verdict("passed"), judge(HEADER, True, True, True)
-    assert failure_of([passed, passed], "x") is None
-    error = failure_of([late, judge(ROUTES, True, False, False)], "too few queues")
+    assert failure_of([passed, passed]) is None
+    serialised = judge(ROUTES, True, False, False)
+    late = replace(late, cause="of rank 0")
+    error = failure_of([late, replace(serialised, cause="too few queues")])
     assert type(error) is UnsupportedConcurrency
     assert "rank 1 dispatch did not begin while compute waited for it" in str(error)
     assert "Likely cause: too few queues" in str(error)
     assert "serial = True" in str(error)
-    error = failure_of([judge(NO_FAULT, True, True, False), late], "x")
+    assert "serial = True" not in str(failure_of([passed, serialised], 3.0))
+    error = failure_of([judge(NO_FAULT, True, True, False), late])
     assert type(error) is PeerTimeout
+    assert f"for more than {BUDGETS_S[-1]:g} s" in str(error)
     assert "on rank 1: dispatch of rank 0 in replay 1 waited for recv_header[0] from rank 1" in str(
         error
     )
@@ -63,9 +70,16 @@ def test_all_ranks_raise_the_same():
 def test_the_likely_cause_is_named(monkeypatch):
     for name in (*probe.TOOL_VARIABLES, "CUDA_DEVICE_MAX_CONNECTIONS"):
         monkeypatch.delenv(name, raising=False)
-    assert "work queue" in likely_cause()
-    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    assert likely_cause().startswith("CUDA_DEVICE_MAX_CONNECTIONS=1")
+    assert "CUDA_DEVICE_MAX_CONNECTIONS is not set" in likely_cause()
+    for few in ("1", "7"):
+        monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", few)
+        wanted = f"CUDA_DEVICE_MAX_CONNECTIONS={few}, too few work queues"
+        assert likely_cause() == wanted
+        assert judge(ROUTES, True, False, False).cause == wanted
+    for other in ("8", "32", "many", "0"):
+        monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", other)
+        assert "too few" not in likely_cause()
+        assert f"CUDA_DEVICE_MAX_CONNECTIONS is {other}" in likely_cause()
     monkeypatch.setenv("CUDA_INJECTION64_PATH", "/opt/tool.so")
     assert "debugger or profiler" in likely_cause()
 
@@ -146,6 +160,39 @@ def test_a_rank_that_is_never_heard(make, standin, monkeypatch):
     with pytest.raises(PeerTimeout, match=r"recv_header\[0\] from rank 1"):
         make()
     assert serialising.launches == len(BUDGETS_S)
+
+
+def test_a_serial_probe_names_the_budget_that_it_waited(make, standin, monkeypatch):
+    Serialising(standin, monkeypatch, HEADER, 9, ("in_flight",))
+    with pytest.raises(PeerTimeout, match=r"for more than spin_budget_s = 0\.5 s"):
+        make(serial=True)
+
+
+@pytest.mark.parametrize("function", ["cuGraphInstantiate", "cuGraphLaunch"])
+def test_what_was_allocated_is_freed_when_the_probe_fails(make, standin, monkeypatch, function):
+    workspaces, closed = [], memory.Workspace.close
+
+    def close(workspace):
+        closed(workspace)
+        workspaces.append(workspace)
+
+    monkeypatch.setattr(memory.Workspace, "close", close)
+    standin.failing[function] = real.CUresult.CUDA_ERROR_OUT_OF_MEMORY
+    with pytest.raises(GCMoEError, match=f"{function} failed with CUDA_ERROR_OUT_OF_MEMORY"):
+        make()
+    assert [workspace.buffer.numel() for workspace in workspaces] == [0]
+    assert standin.names().count("cuMemFreeHost") == 1
+    assert standin.names().count("cuGraphDestroy") == 1
+
+
+def test_the_workspace_is_freed_when_the_fault_record_fails(make, standin, monkeypatch):
+    closed = []
+    monkeypatch.setattr(memory.Workspace, "close", lambda workspace: closed.append(workspace))
+    standin.failing["cuMemHostAlloc"] = real.CUresult.CUDA_ERROR_OUT_OF_MEMORY
+    with pytest.raises(GCMoEError, match="cuMemHostAlloc failed"):
+        make()
+    assert len(closed) == 1
+    assert "cuMemFreeHost" not in standin.names()
 
 
 def test_serial_is_probed_with_the_whole_budget(make, standin):

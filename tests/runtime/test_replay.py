@@ -1,8 +1,9 @@
 """The whole operator against the recording driver: what is launched, captured, updated, freed."""
 
 import ctypes
+import gc
 import re
-from dataclasses import replace
+import warnings
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from gcmoe.runtime.group import RankGroup
 from gcmoe.runtime.memory import Workspace
 from gcmoe.runtime.modules import check_parameters
 
+CHOOSE_DEVICE = devices.choose_device
 CONFIG = MoEConfig(256, 128, 8, 2, 16, spin_budget_s=0.5)
 T, H, K = 5, CONFIG.hidden, CONFIG.top_k
 
@@ -144,7 +146,7 @@ def test_what_the_kernels_get(op, standin):
     assert len(standin.maps) == 2 * len(op.plan.tiles.widths)
 
 
-def test_eager_calls_update_only_what_changed(op, standin):
+def test_eager_calls_update_dispatch_and_finalize_after_a_change_only(op, standin):
     layer = op.bind(weights())
     x, ids, w = inputs()
     y = torch.empty_like(x)
@@ -152,14 +154,29 @@ def test_eager_calls_update_only_what_changed(op, standin):
     assert standin.names().count("cuGraphInstantiate") == 1
     layer(x, ids, w, out=y)
     assert standin.names().count("cuGraphExecKernelNodeSetParams") == 0
-    layer(x[:2], ids[:2], w[:2], out=y[:2])
-    updates = standin.arguments("cuGraphExecKernelNodeSetParams")
-    assert [int(u[2].ctx) for u in updates] == [
-        int(op._partition.dispatch.context),
-        int(op._partition.compute.context),
-    ]
-    assert argument_values(op, updates[0][2])["num_tokens"] == 2
-    assert standin.names().count("cuGraphLaunch") == 3
+    nodes = layer._graph._nodes
+    wanted = [(layer._graph._executable, nodes[role]) for role in (Role.DISPATCH, Role.FINALIZE)]
+    changes = (
+        (x[:2], ids[:2], w[:2], y[:2]),
+        (x[:2], ids[:2], w[:2], x[:2]),
+        (x[:2], ids[:2].int(), w[:2], x[:2]),
+    )
+    for n, (*arguments, out) in enumerate(changes):
+        before = len(standin.calls)
+        for _ in range(2):
+            layer(*arguments, out=out)
+        names = [name for name, _ in standin.calls[before:]]
+        launch = ["cuGraphLaunch", "cuEventRecord"]
+        assert names == [*["cuGraphExecKernelNodeSetParams"] * 2, *launch, *launch], n
+        updates = standin.arguments("cuGraphExecKernelNodeSetParams")[-2:]
+        assert [update[:2] for update in updates] == wanted
+        dispatch, finalize = (argument_values(op, update[2]) for update in updates)
+        assert dispatch["x"] == arguments[0].data_ptr()
+        assert finalize["y"] == out.data_ptr()
+        for values in (dispatch, finalize):
+            assert values["num_tokens"] == 2
+            assert values["topk_ids"] == arguments[1].data_ptr()
+            assert values["ids_are_int64"] == int(n < 2)
     assert standin.names().count("cuGraphInstantiate") == 1
 
 
@@ -209,12 +226,41 @@ def test_capture(op, standin, fake_device):
     assert argument_values(op, finalize)["y"] == y.data_ptr()
 
 
-def test_a_stream_that_stopped_capturing(op, standin, fake_device):
+@pytest.mark.parametrize("state", ["INVALIDATED", "NONE"])
+def test_a_stream_that_stopped_capturing(op, standin, fake_device, state):
     layer = op.bind(weights())
     layer(*inputs())
-    fake_device.capturing, standin.capturing = True, False
-    with pytest.raises(CaptureError, match="not being captured: CU_STREAM_CAPTURE_STATUS_NONE"):
+    fake_device.capturing = True
+    name = f"CU_STREAM_CAPTURE_STATUS_{state}"
+    standin.capture_status = getattr(real.CUstreamCaptureStatus, name)
+    with pytest.raises(CaptureError, match=f"not being captured: {name}"):
         layer(*inputs())
+    assert "cuGraphAddChildGraphNode" not in standin.names()
+    assert standin.names().count("cuGraphLaunch") == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "use"),
+    [
+        ("check(synchronize = True)", lambda op: op.check(synchronize=True)),
+        ("stats()", lambda op: op.stats()),
+        ("trace_records()", lambda op: op.trace_records()),
+        ("reset()", lambda op: op.reset()),
+        ("close()", lambda op: op.close()),
+    ],
+)
+def test_what_waits_is_refused_inside_a_capture(make, fake_device, standin, name, use):
+    op = make(trace=True)
+    before = fake_device.syncs
+    fake_device.capturing = True
+    with pytest.raises(CaptureError, match=re.escape(f"{name} waits for the device")):
+        use(op)
+    op.check()
+    assert fake_device.syncs == before
+    assert "cuMemFreeHost" not in standin.names()
+    fake_device.capturing = False
+    use(op)
+    assert fake_device.syncs > before
 
 
 def test_zero_tokens_still_run(op, standin):
@@ -263,8 +309,10 @@ def test_reset_restores_the_initial_cells(make):
     assert bases.tolist() == [-1, 3, 0, 5]
 
 
-def test_stats(op):
-    op.workspace_view("stats").view(torch.int64).copy_(torch.arange(9))
+def test_stats_wait_for_the_device(op, monkeypatch):
+    cells = op.workspace_view("stats").view(torch.int64)
+    # What the device still has to do.
+    monkeypatch.setattr(devices, "synchronize", lambda device: cells.copy_(torch.arange(9)))
     stats = op.stats()
     assert stats.rows.tolist() == list(range(8))
     assert stats.bad_ids == 8
@@ -296,6 +344,36 @@ def test_close(op, standin):
         layer(*inputs())
 
 
+def test_close_takes_all_steps_also_after_one_that_fails(op, standin):
+    workspace = op._workspace
+    op.bind(weights())(*inputs())
+    op.bind(weights())(*inputs())
+    standin.failing["cuGraphExecDestroy"] = real.CUresult.CUDA_ERROR_INVALID_VALUE
+    with pytest.raises(GCMoEError, match="cuGraphExecDestroy failed"):
+        op.close()
+    assert standin.names().count("cuGraphExecDestroy") == 2
+    assert standin.names().count("cuMemFreeHost") == 1
+    assert workspace.buffer.numel() == 0
+    assert op._layers == []
+    op.close()
+
+
+def test_an_operator_that_is_dropped_without_close_warns(make, standin):
+    op = make()
+    op.bind(weights())
+    dropped = [op]
+    del op
+    with pytest.warns(ResourceWarning, match=r"dropped without close\(\)"):
+        dropped.clear() or gc.collect()
+    assert "cuMemFreeHost" not in standin.names()
+    op = make()
+    op.close()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        del op
+        gc.collect()
+
+
 def test_context_manager(make, standin):
     with make() as op:
         op.bind(weights())
@@ -316,45 +394,6 @@ def test_the_plan_follows_the_split(make, standin):
     assert (op.plan.dispatch_sms, op.plan.num_sms, op.plan.compute_sms) == (16, 78, 62)
     assert op._grids[Role.COMPUTE] == 62
     assert {s.dispatch_ctas for s in kernel_specs(op.plan, "sm_90a")} == {16}
-
-
-X, IDS, W = inputs()
-BAD_CALLS = {
-    "x has dtype torch.float32, must be torch.bfloat16": (X.float(), IDS, W),
-    "x must be a tensor, got list": ([1], IDS, W),
-    "x has shape [5, 128], must be [T, 256]": (X[:, :128], IDS, W),
-    "x has shape [1, 5, 256], must be [T, 256]": (X[None], IDS, W),
-    "x has 17 tokens, at most max_tokens = 16": inputs(17),
-    "x has strides (1, 5), must be contiguous": (X.new_zeros(H, T).t(), IDS, W),
-    "topk_ids has dtype torch.int16, must be torch.int32 or torch.int64": (X, IDS.short(), W),
-    "topk_ids must be a tensor, got NoneType": (X, None, W),
-    "topk_ids has shape [4, 2], must be [5, 2]": (X, IDS[:4], W),
-    "topk_ids has shape [5, 1], must be [5, 2]": (X, IDS[:, :1], W),
-    "topk_weights has dtype torch.float64, must be torch.float32": (X, IDS, W.double()),
-    "topk_weights has strides (1, 5), must be contiguous": (X, IDS, W.new_zeros(K, T).t()),
-    "not a multiple of 16": (X.new_zeros(T * H + 1)[1:].view(T, H), IDS, W),
-    "out has shape [4, 256], must be [5, 256]": (X, IDS, W, X[:4]),
-    "out has dtype torch.float32, must be torch.bfloat16": (X, IDS, W, X.float()),
-}
-
-
-@pytest.mark.parametrize("message", BAD_CALLS)
-def test_bad_arguments_are_named(op, message, standin):
-    layer = op.bind(weights())
-    with pytest.raises((TypeError, ValueError), match=re.escape(message)):
-        layer(*BAD_CALLS[message])
-    assert "cuGraphLaunch" not in standin.names()
-
-
-def test_bad_weights_are_named(op):
-    other = MoEConfig(256, 256, 8, 2, 16)
-    with pytest.raises(ValueError, match=re.escape("(EL, H, I) = (8, 256, 256), this layer (8, 2")):
-        op.bind(weights(other))
-    elsewhere = replace(weights(), w2=torch.empty(8, 1, 2, 4, 4352, device="meta"))
-    with pytest.raises(ValueError, match=r"packed\.w2 is on meta, must be on cpu"):
-        op.bind(elsewhere)
-    with pytest.raises(TypeError, match="must be PackedWeights"):
-        op.bind(torch.zeros(1))
 
 
 class TwoRanks:
@@ -444,6 +483,64 @@ def test_a_rank_that_fails_fails_all(make, two_ranks):
         make(group="a group")
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"config": {"hidden": 256}}, "config must be a MoEConfig, got dict"),
+        ({"initial": (1, 2)}, "initial must be"),
+        ({"device": "cpu"}, "must be a CUDA device"),
+        ({}, "cannot be created inside a graph capture"),
+    ],
+)
+def test_a_bad_rank_tells_the_others(make, two_ranks, fake_device, monkeypatch, options, message):
+    """Its first exchange carries the failure, so nobody waits for it."""
+    groups, make_group = [], operators.RankGroup
+    monkeypatch.setattr(
+        operators, "RankGroup", lambda group: groups.append(make_group(group)) or groups[-1]
+    )
+    if "device" in options:
+        monkeypatch.setattr(devices, "choose_device", CHOOSE_DEVICE)
+    fake_device.capturing = not options
+    with pytest.raises((TypeError, ValueError, CaptureError), match=message):
+        make(group="a group", **options)
+    (ranks,) = groups
+    assert len(ranks.seen) == 1
+    assert message in ranks.seen[0]
+
+
+def test_reset_goes_on_where_it_waited(make, two_ranks, monkeypatch):
+    op = make(group="a group")
+    ranks, zeroed = op._ranks, []
+    reset_cells = Workspace.reset_cells
+    monkeypatch.setattr(
+        Workspace,
+        "reset_cells",
+        lambda workspace, *words: zeroed.append(len(ranks.steps)) or reset_cells(workspace, *words),
+    )
+    barrier = ranks.barrier
+    for late, wanted in (
+        ("reset, own calls ended", ["calls ended", "calls ended", "cells zeroed"]),
+        ("reset, own cells zeroed", ["calls ended", "cells zeroed", "cells zeroed"]),
+    ):
+        ranks.steps.clear()
+        zeroed.clear()
+
+        def too_late(step, limit_s, late=late):
+            barrier(step, limit_s)
+            if step == late:
+                raise GCMoEError("waited in vain")
+
+        ranks.barrier = too_late
+        with pytest.raises(GCMoEError, match="in vain"):
+            op.reset()
+        ranks.barrier = barrier
+        op.reset()
+        assert [step.removeprefix("reset, own ") for step, _ in ranks.steps] == wanted
+        assert len(zeroed) == 1
+    op.reset()
+    assert len(ranks.steps) == 5
+
+
 def test_a_device_that_fails(op, fake_device, monkeypatch):
     """``check()`` says so, and ``close()`` frees what it can."""
     op.bind(weights())
@@ -452,8 +549,20 @@ def test_a_device_that_fails(op, fake_device, monkeypatch):
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
     monkeypatch.setattr(devices, "synchronize", fail)
-    with pytest.raises(DeviceFault, match=r"illegal memory access.*Only close\(\) remains"):
+    lost = r"illegal memory access.*Only close\(\) remains"
+    for use in (lambda: op.check(synchronize=True), op.stats, op.reset):
+        with pytest.raises(DeviceFault, match=lost):
+            use()
+    # Torch asks the device about captures too.
+    monkeypatch.setattr(devices, "is_capturing", lambda: fail(None))
+    for use in (lambda: op.check(synchronize=True), op.stats, op.reset):
+        with pytest.raises(DeviceFault, match=lost):
+            use()
+    for i, word in enumerate((1, Role.DISPATCH, 0, 2, 0, 7, 6, 7, 1)):
+        op._record.words[i] = word
+    with pytest.raises(PeerTimeout, match=lost) as caught:
         op.check(synchronize=True)
+    assert "reset()" not in str(caught.value)
     with pytest.warns(RuntimeWarning, match=r"close\(\): the device failed"):
         op.close()
     with pytest.raises(OperatorClosed):
