@@ -64,7 +64,7 @@ def test_fields_hold_every_value_that_the_limits_allow():
     assert RecvHeader.COUNT.limit == config.MAX_ENTRIES
     assert config.MAX_TOKENS <= Entry.TOKEN.limit == RowMeta.TOKEN.limit
     assert config.MAX_TOP_K <= Entry.SLOT.limit == RowMeta.SLOT.limit
-    assert config.MAX_LOCAL_EXPERTS <= Entry.EXPERT.limit == BlockEntry.EXPERT.limit
+    assert config.MAX_EXPERTS <= Entry.EXPERT.limit == BlockEntry.EXPERT.limit
     assert RowMeta.SRC.limit >= config.MAX_RANKS
     assert RecvHeader.GENERATION.bits == RoutesHeader.GENERATION.bits == 32
     assert NUM_CALLS == 4096
