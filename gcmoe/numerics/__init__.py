@@ -23,15 +23,8 @@ from gcmoe.numerics.layouts import (
     unpermute_window,
     unswizzle128,
 )
-from gcmoe.numerics.packing import (
-    ARCHS,
-    BlockExceptions,
-    ExpertWeights,
-    PackedWeights,
-    pack,
-    unpack,
-    w13_row_order,
-)
+from gcmoe.numerics.packing import ARCHS, pack, unpack
+from gcmoe.numerics.packing_sm90 import BlockExceptions, PackedWeights, w13_row_order
 from gcmoe.numerics.packing_sm100 import PackedWeightsSm100, pack_sm100, unpack_sm100
 from gcmoe.numerics.rebase import RebasedRows, rebase_rows
 from gcmoe.numerics.reference import (
@@ -49,6 +42,7 @@ from gcmoe.numerics.reference import (
     w1_swiglu,
     w2,
 )
+from gcmoe.numerics.weights import ExpertWeights
 
 __all__ = [
     "ARCHS",

@@ -31,13 +31,7 @@ from torch import Tensor
 from gcmoe.config import MoEConfig
 from gcmoe.numerics.formats import MX_GROUP, split_last
 from gcmoe.numerics.layouts import WINDOW
-from gcmoe.numerics.packing import (
-    TILE_ROWS,
-    ExpertWeights,
-    PackedWeights,
-    _check_shapes,
-    _reject_nan_scales,
-)
+from gcmoe.numerics.weights import TILE_ROWS, ExpertWeights, check_shapes, reject_nan_scales
 
 ARCH = "sm100"
 
@@ -96,7 +90,7 @@ def pack_sm100(
     w2_scale: Tensor,
     config: MoEConfig,
     *,
-    out: PackedWeights | PackedWeightsSm100 | None = None,
+    out: PackedWeightsSm100 | None = None,
 ) -> PackedWeightsSm100:
     """Pack one rank's weights for the Blackwell kernels, on the device that they are on.
 
@@ -120,13 +114,13 @@ def pack_sm100(
     """
     weights = ExpertWeights.from_checkpoint(w13=w13, w13_scale=w13_scale, w2=w2, w2_scale=w2_scale)
     h, i = config.hidden, config.intermediate
-    _check_shapes(weights, weights.num_experts, h, i, f"hidden = {h} and intermediate = {i}")
+    check_shapes(weights, weights.num_experts, h, i, f"hidden = {h} and intermediate = {i}")
     if out is not None and not isinstance(out, PackedWeightsSm100):
         raise TypeError(f"out must be PackedWeightsSm100 for sm100, got {type(out).__name__}")
     if out is not None:
         _check_out(out, weights)
-    _reject_nan_scales("w13", weights.w13_scale)
-    _reject_nan_scales("w2", weights.w2_scale)
+    reject_nan_scales("w13", weights.w13_scale)
+    reject_nan_scales("w2", weights.w2_scale)
 
     if out is None:
         device = weights.w13.device

@@ -48,8 +48,8 @@ from gcmoe.numerics.formats import (
     split_nibbles,
 )
 from gcmoe.numerics.layouts import SCALE_INDEX_BIAS, WINDOW
-from gcmoe.numerics.packing import ExpertWeights
 from gcmoe.numerics.rebase import rebase_rows
+from gcmoe.numerics.weights import ExpertWeights
 
 RECIPES = {"sm90": WINDOW, "sm100": MX_GROUP}
 """Columns under one activation scale, by recipe."""

@@ -29,7 +29,7 @@ from gcmoe.numerics import (
     unswizzle128,
     w13_row_order,
 )
-from gcmoe.numerics import packing as packing_module
+from gcmoe.numerics import packing_sm90 as packing_module
 from gcmoe.numerics.formats import E2M1_MAGNITUDES, split_nibbles
 
 few = settings(max_examples=20, deadline=None, derandomize=True)
