@@ -21,7 +21,7 @@ from gcmoe.errors import (
 )
 from gcmoe.kernels.build import get_kernel
 from gcmoe.kernels.spec import TRACE_WORDS, KernelSpec, kernel_specs
-from gcmoe.numerics import PackedWeights
+from gcmoe.numerics import PackedWeights, packed_layout
 from gcmoe.plan import LayerPlan, make_plan
 from gcmoe.protocol import NUM_CALLS, Role
 from gcmoe.runtime import checks, faults, probe
@@ -305,7 +305,9 @@ class MoE:
             raise TypeError(
                 f"packed must be PackedWeights, as gcmoe.pack returns, got {type(packed).__name__}"
             )
-        checks.require_weights(packed, self.plan.workspace, self.device)
+        shape = self.plan.workspace
+        layout = packed_layout(shape.local_experts, shape.hidden, shape.intermediate)
+        checks.require_weights(packed, layout, shape, self.device)
         call = self._next_call % NUM_CALLS
         self._next_call += 1
         layer = Layer(self, packed, call)

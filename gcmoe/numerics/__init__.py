@@ -24,7 +24,12 @@ from gcmoe.numerics.layouts import (
     unswizzle128,
 )
 from gcmoe.numerics.packing import ARCHS, pack, unpack
-from gcmoe.numerics.packing_sm90 import BlockExceptions, PackedWeights, w13_row_order
+from gcmoe.numerics.packing_sm90 import (
+    BlockExceptions,
+    PackedWeights,
+    packed_layout,
+    w13_row_order,
+)
 from gcmoe.numerics.packing_sm100 import PackedWeightsSm100, pack_sm100, unpack_sm100
 from gcmoe.numerics.rebase import RebasedRows, rebase_rows
 from gcmoe.numerics.reference import (
@@ -73,6 +78,7 @@ __all__ = [
     "moe_unquantized",
     "pack",
     "pack_sm100",
+    "packed_layout",
     "permute_window",
     "quantize_e4m3",
     "quantize_input",

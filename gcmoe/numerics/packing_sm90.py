@@ -99,6 +99,20 @@ class PackedWeights:
         return sum(x.nbytes for x in (self.w13, self.w13_row_scale, self.w2, self.w2_row_scale))
 
 
+def packed_layout(
+    experts: int, hidden: int, intermediate: int
+) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    """dtype and shape of the tensors of :class:`PackedWeights` that kernels read, by name."""
+    tiles, blocks = hidden // TILE_ROWS, intermediate // WINDOW
+    even = blocks + blocks % 2
+    return {
+        "w13": (torch.uint8, (experts, blocks, hidden // WINDOW, 4, SUBBLOCK_BYTES)),
+        "w13_row_scale": (torch.float32, (experts, blocks, TILE_ROWS)),
+        "w2": (torch.uint8, (experts, tiles, even, 4, SUBBLOCK_BYTES)),
+        "w2_row_scale": (torch.float32, (experts, tiles, TILE_ROWS)),
+    }
+
+
 def w13_row_order(intermediate: int, device: torch.device | str = "cpu") -> Tensor:
     """Checkpoint row of every packed W1 row.
 
@@ -208,24 +222,12 @@ def _check_error(name: str, start: int, rows: RebasedRows, bound: float) -> floa
     return worst
 
 
-def _packed_shapes(experts: int, h: int, i: int) -> dict[str, tuple[int, ...]]:
-    kb2 = 2 * -(-i // (2 * WINDOW))
-    return {
-        "w13": (experts, i // WINDOW, h // WINDOW, 4, SUBBLOCK_BYTES),
-        "w13_row_scale": (experts, i // WINDOW, TILE_ROWS),
-        "w2": (experts, h // TILE_ROWS, kb2, 4, SUBBLOCK_BYTES),
-        "w2_row_scale": (experts, h // TILE_ROWS, TILE_ROWS),
-    }
-
-
 def _allocate(weights: ExpertWeights) -> PackedWeights:
-    shapes = _packed_shapes(weights.num_experts, weights.hidden, weights.intermediate)
+    layout = packed_layout(weights.num_experts, weights.hidden, weights.intermediate)
     device = weights.w13.device
     new = {
-        name: torch.empty(
-            shape, dtype=torch.float32 if "scale" in name else torch.uint8, device=device
-        )
-        for name, shape in shapes.items()
+        name: torch.empty(shape, dtype=dtype, device=device)
+        for name, (dtype, shape) in layout.items()
     }
     none = _concat_exceptions([_no_exceptions(device)])
     return PackedWeights(
@@ -243,10 +245,10 @@ def _allocate(weights: ExpertWeights) -> PackedWeights:
 
 
 def _check_out(out: PackedWeights, weights: ExpertWeights) -> None:
-    shapes = _packed_shapes(weights.num_experts, weights.hidden, weights.intermediate)
+    layout = packed_layout(weights.num_experts, weights.hidden, weights.intermediate)
     if out.intermediate != weights.intermediate:
         raise ValueError(f"out has I = {out.intermediate}, the weights {weights.intermediate}")
-    for name, shape in shapes.items():
+    for name, (_, shape) in layout.items():
         tensor: Tensor = getattr(out, name)
         if tuple(tensor.shape) != shape or not tensor.is_contiguous():
             raise ValueError(

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from gcmoe.protocol import WorkspaceShape
-from gcmoe.protocol.ring import WINDOW_COLUMNS
 
 ALIGNMENT = 16
 BF16 = (torch.bfloat16,)
@@ -16,9 +15,6 @@ INTEGERS = (torch.int32, torch.int64)
 FP32 = (torch.float32,)
 
 ARCH = "sm90"
-TILE_ROWS = 256
-BLOCK = (4, 4352)
-"""Sub-blocks of 64 rows, and bytes of each, in a packed block of 256 rows x 128 columns."""
 
 
 def tensor_error(
@@ -109,21 +105,16 @@ def require_output(
             raise ValueError(f"out overlaps {name}: it may share memory with x only")
 
 
-def weight_layout(shape: WorkspaceShape) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    """dtype and shape of the tensors of packed weights that kernels read, by name."""
-    experts, blocks = shape.local_experts, shape.intermediate // WINDOW_COLUMNS
-    tiles = shape.hidden // TILE_ROWS
-    even = blocks + blocks % 2
-    return {
-        "w13": (torch.uint8, (experts, blocks, shape.num_windows, *BLOCK)),
-        "w13_row_scale": (torch.float32, (experts, blocks, TILE_ROWS)),
-        "w2": (torch.uint8, (experts, tiles, even, *BLOCK)),
-        "w2_row_scale": (torch.float32, (experts, tiles, TILE_ROWS)),
-    }
-
-
-def require_weights(packed: Any, shape: WorkspaceShape, device: torch.device) -> None:
+def require_weights(
+    packed: Any,
+    layout: dict[str, tuple[torch.dtype, tuple[int, ...]]],
+    shape: WorkspaceShape,
+    device: torch.device,
+) -> None:
     """Packed weights fit a workspace and the kernels.
+
+    Args:
+        layout: dtype and shape, by name, of the tensors of packed weights of this workspace.
 
     Raises:
         TypeError: a field is not a tensor.
@@ -131,7 +122,6 @@ def require_weights(packed: Any, shape: WorkspaceShape, device: torch.device) ->
     """
     if packed.arch != ARCH:
         raise ValueError(f"packed.arch is {packed.arch!r}, must be {ARCH!r}")
-    layout = weight_layout(shape)
     for name, (_, wanted_shape) in layout.items():
         tensor = getattr(packed, name)
         if not isinstance(tensor, Tensor):

@@ -14,10 +14,10 @@ from torch import Tensor
 from gcmoe.errors import GCMoEError, UnsupportedDevice
 from gcmoe.protocol import WorkspaceShape
 from gcmoe.protocol.faults import RECORD_BYTES
+from gcmoe.protocol.workspace import LINE
 from gcmoe.runtime import driver
 from gcmoe.runtime.group import RankGroup, store_limit
 
-LINE = 128
 RENDEZVOUS_LIMIT_S = 60.0
 _FORMATS = {4: "I", 8: "Q"}
 

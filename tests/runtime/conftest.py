@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import sys
 from collections.abc import Callable
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +16,10 @@ from cuda.bindings import driver as real
 from gcmoe.kernels.build import CompiledKernel, parameter_size
 from gcmoe.kernels.spec import KernelSpec
 from gcmoe.runtime import device, driver, graph, modules, partition
+
+FOLDER = str(Path(__file__).parent)
+if FOLDER not in sys.path:
+    sys.path.insert(0, FOLDER)
 
 SUCCESS = real.CUresult.CUDA_SUCCESS
 

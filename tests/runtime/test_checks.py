@@ -5,32 +5,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from small_layer import CONFIG, H, K, T, inputs, weights
 
 from gcmoe import operator as operators
 from gcmoe.config import MoEConfig
-from gcmoe.numerics import pack
+from gcmoe.numerics import packed_layout
 from gcmoe.operator import MoE
 from gcmoe.plan import make_plan
-from gcmoe.runtime.checks import weight_layout
-
-CONFIG = MoEConfig(256, 128, 8, 2, 16, spin_budget_s=0.5)
-T, H, K = 5, CONFIG.hidden, CONFIG.top_k
-
-
-def weights(config=CONFIG):
-    e, h, i = config.num_experts, config.hidden, config.intermediate
-    return pack(
-        torch.randint(0, 256, (e, 2 * i, h // 2), dtype=torch.uint8),
-        torch.full((e, 2 * i, h // 32), 120, dtype=torch.uint8),
-        torch.randint(0, 256, (e, h, i // 2), dtype=torch.uint8),
-        torch.full((e, h, i // 32), 120, dtype=torch.uint8),
-        config,
-    )
-
-
-def inputs(tokens=T, id_type=torch.int64):
-    x = torch.zeros(tokens, H, dtype=torch.bfloat16)
-    return x, torch.zeros(tokens, K, dtype=id_type), torch.zeros(tokens, K)
 
 
 @pytest.fixture
@@ -134,6 +115,7 @@ def test_the_table_of_weights_is_what_pack_makes(shape):
     h, i, e = shape
     config = MoEConfig(h, i, e, 2, 16)
     packed = weights(config)
-    for name, wanted in weight_layout(make_plan(config, 1).workspace).items():
+    for name, wanted in packed_layout(e, h, i).items():
         tensor = getattr(packed, name)
         assert (tensor.dtype, tuple(tensor.shape)) == wanted, name
+    assert packed.w13.shape[2] == make_plan(config, 1).workspace.num_windows
