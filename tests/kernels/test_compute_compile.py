@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
+import tempfile
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 import pytest
+from compiler_output import compile_kernel, cuda_tool, output, resource_usage
 
 from gcmoe.config import MoEConfig
 from gcmoe.kernels.build import dsl_version, kernel_class, parameter_size, ptx_entries
@@ -57,36 +57,18 @@ class Build:
         return {operation for name, operation in self.marks() if name == mark}
 
 
-def cuda_tool(name: str) -> str:
-    """A program of the CUDA tool packages in this environment."""
-    for root in (Path(folder) for folder in sys.path if folder.endswith("site-packages")):
-        for path in sorted(root.glob(f"nvidia/*/bin/{name}")):
-            return str(path)
-    pytest.skip(f"{name} is in no nvidia/*/bin of this environment")
-
-
-def output(*command: str) -> str:
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
-
-
 @cache
 def build(name: str) -> Build:
-    import tempfile
-
-    import cutlass.cute as cute
-
     config, ranks, trace = CASES[name]
     spec = kernel_spec(make_plan(config, ranks), Role.COMPUTE, ARCH, trace=trace)
     kernel = kernel_class(Role.COMPUTE)(spec)
+    ptx, code = compile_kernel(kernel, ARCH)
     with tempfile.TemporaryDirectory() as folder:
-        options = f"--gpu-arch {ARCH} --keep-ptx --keep-cubin --dump-dir {folder}"
-        compiled = cute.compile(kernel, *kernel.example_arguments(), options=options)
         cubin = Path(folder) / "kernel.cubin"
-        cubin.write_bytes(bytes(compiled.__cubin__))
-        usage = output(cuda_tool("cuobjdump"), "-res-usage", str(cubin))
+        cubin.write_bytes(code)
+        usage = resource_usage(cubin)
         sass = output(cuda_tool("nvdisasm"), "-c", str(cubin))
-    numbers = {key: int(value) for key, value in re.findall(r"([A-Z]+):(\d+)", usage)}
-    return Build(spec, kernel.threads, kernel.smem_bytes, compiled.__ptx__, sass, numbers)
+    return Build(spec, kernel.threads, kernel.smem_bytes, ptx, sass, usage)
 
 
 every = pytest.mark.parametrize("name", CASES)

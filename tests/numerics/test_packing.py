@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from checkpoints import random_weights
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -37,24 +38,6 @@ few = settings(max_examples=20, deadline=None, derandomize=True)
 
 def config(h: int = 256, i: int = 256, e: int = 8) -> MoEConfig:
     return MoEConfig(hidden=h, intermediate=i, num_experts=e, top_k=2, max_tokens=16)
-
-
-def random_weights(
-    cfg: MoEConfig, experts: int, seed: int = 0, low: int = 113, high: int = 127
-) -> ExpertWeights:
-    """Random codes; scale bytes uniform in [low, high]: the default spans the exact range."""
-    g = torch.Generator().manual_seed(seed)
-    h, i = cfg.hidden, cfg.intermediate
-
-    def draw(lo: int, hi: int, *shape: int) -> Tensor:
-        return torch.randint(lo, hi + 1, shape, generator=g, dtype=torch.uint8)
-
-    return ExpertWeights(
-        draw(0, 255, experts, 2 * i, h // 2),
-        draw(low, high, experts, 2 * i, h // 32),
-        draw(0, 255, experts, h, i // 2),
-        draw(low, high, experts, h, i // 32),
-    )
 
 
 def do_pack(w: ExpertWeights, cfg: MoEConfig, **options: object) -> PackedWeights:

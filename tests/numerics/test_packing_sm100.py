@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import FrozenInstanceError
-from pathlib import Path
 
+import mx_datapath as mx
 import pytest
 import torch
+from checkpoints import random_weights
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -29,33 +29,12 @@ from gcmoe.numerics import (
     unpack_sm100,
 )
 
-sys.path.insert(0, str(Path(__file__).parent))
-import mx_datapath as mx
-
 few = settings(max_examples=15, deadline=None, derandomize=True)
 NAMES = ("w13", "w13_scale", "w2", "w2_scale")
 
 
 def config(h: int = 256, i: int = 256, e: int = 3, clamp: float | None = None) -> MoEConfig:
     return MoEConfig(hidden=h, intermediate=i, num_experts=e, top_k=2, max_tokens=256, clamp=clamp)
-
-
-def random_weights(
-    cfg: MoEConfig, experts: int, seed: int = 0, low: int = 113, high: int = 127
-) -> ExpertWeights:
-    """Random codes; scale bytes uniform in [low, high]."""
-    g = torch.Generator().manual_seed(seed)
-    h, i = cfg.hidden, cfg.intermediate
-
-    def draw(lo: int, hi: int, *shape: int) -> Tensor:
-        return torch.randint(lo, hi + 1, shape, generator=g, dtype=torch.uint8)
-
-    return ExpertWeights(
-        draw(0, 255, experts, 2 * i, h // 2),
-        draw(low, high, experts, 2 * i, h // 32),
-        draw(0, 255, experts, h, i // 2),
-        draw(low, high, experts, h, i // 32),
-    )
 
 
 def do_pack(
