@@ -97,6 +97,8 @@ VARIANTS: dict[str, Variant] = {
     "dispatch-24": Variant({"dispatch_sms": 24}, why="SMs of the dispatch partition"),
     "dispatch-32": Variant({"dispatch_sms": 32}, why="SMs of the dispatch partition"),
     "serial": Variant({"serial": True}, why="compute starts when dispatch has ended"),
+    "one-context": Variant({"one_context": True}, why="both kernels without partitions"),
+    "no-prefetch": Variant({"prefetch": False}, why="no weights before the routes are known"),
     "capacity-1x": Variant(capacity=1, why="max_tokens equals the live tokens"),
     "capacity-8x": Variant(capacity=8, why="max_tokens is 8 times the live tokens"),
     "capacity-64x": Variant(capacity=64, why="max_tokens is 64 times the live tokens"),

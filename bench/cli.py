@@ -165,12 +165,11 @@ class Recorder:
     def rows(self) -> list[dict[str, Any]]:
         return list(self.record["rows"])
 
-    def add(self, rows: list[dict[str, Any]]) -> None:
+    def add(self, rows: list[dict[str, Any]], skipped: list[str]) -> None:
+        """Rows of a case, and all that was skipped so far."""
         self.record["rows"] += rows
+        self.record["skipped"] = list(skipped)
         self.write()
-
-    def skip(self, what: str, why: str) -> None:
-        self.record["skipped"].append(f"{what}: {why}")
 
     def end(self, how: str) -> None:
         self.record["ended"] = how
@@ -199,11 +198,11 @@ def run_model(runner: Runner, cases: list[Case], recorder: Recorder, progress: P
     try:
         for case in cases:
             if not runner.has_time():
-                recorder.skip(f"{case.model} T = {case.tokens}", "the time budget is used up")
+                runner.skipped.append(f"{case.model} T = {case.tokens}: the time budget is used up")
                 progress.case_done(f"{case.model} T = {case.tokens}: no time left")
                 continue
             rows = runner.run_case(case, bank)
-            recorder.add(rows)
+            recorder.add(rows, runner.skipped)
             progress.case_done(headline(case, rows))
     finally:
         del bank
@@ -237,6 +236,7 @@ def run(ns: argparse.Namespace, usable: list[Impl], states: dict[str, Any]) -> i
                 if world.size > 1:
                     break
     if not ended.startswith("the device"):
+        recorder.add([], runner.skipped)
         recorder.record["clocks_after"] = environment.read_clocks()
     recorder.end(ended)
     if world.rank == 0:

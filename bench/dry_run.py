@@ -31,7 +31,9 @@ def estimate_seconds(cases: Sequence[Case], usable: Sequence[Impl], options: Opt
     total = WEIGHTS_S * len({case.model for case in cases})
     for case in cases:
         sessions = sum(
-            len(impl.variants(options.variants)) for impl in usable if not impl.unfit(case)
+            not impl.unfit(case, variant)
+            for impl in usable
+            for variant in impl.variants(options.variants)
         )
         total += CASE_S + sessions * session_seconds(case, options)
     return total

@@ -119,6 +119,7 @@ class Runner:
     ) -> None:
         self.impls, self.options, self.world = impls, options, world
         self._watchdog, self._say = watchdog, say
+        self.skipped: list[str] = []
         self._start = time.monotonic()
         self._longest_case_s = 0.0
 
@@ -168,12 +169,7 @@ class Runner:
         inputs = case_inputs(case, options.layers, options.seed, world.rank)
         ids = world.gather([one.ids.cpu() for one in inputs])
         loads = [measure_load(case, ids, rank) for rank in range(world.size)]
-        entries = [
-            Entry(impl, variant)
-            for impl in self.impls
-            if not impl.unfit(case)
-            for variant in impl.variants(options.variants)
-        ]
+        entries = self._entries(case)
         references: list[Reference] = []
 
         def refer() -> None:
@@ -196,6 +192,19 @@ class Runner:
                 entry.close()
         self._longest_case_s = max(self._longest_case_s, time.monotonic() - start)
         return [self._row(entry, case, bank, loads) for entry in entries]
+
+    def _entries(self, case: Case) -> list[Entry]:
+        """What runs; what does not is noted in ``skipped``."""
+        found = []
+        for impl in self.impls:
+            for variant in impl.variants(self.options.variants):
+                entry = Entry(impl, variant)
+                why = impl.unfit(case, variant)
+                if why:
+                    self.skipped.append(f"{case.model} T = {case.tokens} {entry.key}: {why}")
+                else:
+                    found.append(entry)
+        return found
 
     def _ready(
         self,

@@ -75,8 +75,8 @@ class Impl:
         """Why it cannot run here; empty if it can. Looks at packages only, not at the GPU."""
         raise NotImplementedError
 
-    def unfit(self, case: Case) -> str:
-        """Why it does not offer the case; empty if it does."""
+    def unfit(self, case: Case, variant: str = "") -> str:
+        """Why it does not offer the case, or a variant of it; empty if it does."""
         raise NotImplementedError
 
     def variants(self, wanted: tuple[str, ...]) -> tuple[str, ...]:

@@ -18,11 +18,12 @@ from bench.world import World
 from gcmoe.kernels.build import get_kernel
 from gcmoe.kernels.spec import kernel_specs
 from gcmoe.numerics import PackedWeights
-from gcmoe.plan import make_plan
-from gcmoe.runtime.agreement import arguments_fingerprint
+from gcmoe.plan import LayerPlan, make_plan
+from gcmoe.runtime.agreement import arguments_fingerprint, require_whole_ring
 
 ARCH = "sm_90a"
 PLAN_OPTIONS = ("dispatch_sms", "ring_slots")
+KERNEL_OPTIONS = ("prefetch",)
 
 
 class GcMoESession(Session):
@@ -68,6 +69,16 @@ class GcMoESession(Session):
         self.op.close()
 
 
+def plan_of(case: Case, chosen: Variant) -> LayerPlan:
+    """The plan of a variant.
+
+    Raises:
+        ValueError: a limit is exceeded.
+    """
+    options = {k: v for k, v in chosen.options.items() if k in PLAN_OPTIONS}
+    return make_plan(chosen.config(case), case.ranks, **options)
+
+
 class GcMoE(Impl):
     """Adapter of :class:`gcmoe.MoE`."""
 
@@ -77,7 +88,16 @@ class GcMoE(Impl):
     def absent(self) -> str:
         return ""
 
-    def unfit(self, case: Case) -> str:
+    def unfit(self, case: Case, variant: str = "") -> str:
+        if not variant:
+            return ""
+        chosen = VARIANTS[variant]
+        try:
+            plan = plan_of(case, chosen)
+            if chosen.options.get("serial"):
+                require_whole_ring(plan)
+        except ValueError as error:
+            return str(error)
         return ""
 
     def variants(self, wanted: tuple[str, ...]) -> tuple[str, ...]:
@@ -122,10 +142,10 @@ def compile_kernels(
     for case in cases:
         for name in variants:
             chosen: Variant = VARIANTS[name]
-            options = {k: v for k, v in chosen.options.items() if k in PLAN_OPTIONS}
-            plan = make_plan(chosen.config(case), case.ranks, **options)
+            of_kernel = {k: v for k, v in chosen.options.items() if k in KERNEL_OPTIONS}
+            plan = plan_of(case, chosen)
             for traced in (False, True) if trace else (False,):
-                for spec in kernel_specs(plan, ARCH, trace=traced):
+                for spec in kernel_specs(plan, ARCH, trace=traced, **of_kernel):
                     if spec in seen:
                         continue
                     seen.add(spec)

@@ -209,7 +209,7 @@ class HummingW4A8(Impl):
         wrong = [missing_package(name, version) for name, version in PACKAGES.items()]
         return ", ".join(text for text in wrong if text)
 
-    def unfit(self, case: Case) -> str:
+    def unfit(self, case: Case, variant: str = "") -> str:
         return "it sends nothing, so it runs on one rank only" if case.ranks > 1 else ""
 
     def variants(self, wanted: tuple[str, ...]) -> tuple[str, ...]:

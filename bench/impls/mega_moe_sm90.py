@@ -73,7 +73,7 @@ class MegaMoESm90(Impl):
         wrong = [missing_package(name, version) for name, version in PACKAGES.items()]
         return ", ".join(text for text in wrong if text)
 
-    def unfit(self, case: Case) -> str:
+    def unfit(self, case: Case, variant: str = "") -> str:
         return ""
 
     def variants(self, wanted: tuple[str, ...]) -> tuple[str, ...]:

@@ -71,7 +71,7 @@ class ComputeKernel:
         self.w2_units = (self.w2_windows + 1) // 2
         self.w1_tiles = shape.intermediate // 128
         self.w2_tiles = shape.hidden // TILE_ROWS
-        self.guessed_units = min(self.stages, self.w1_units)
+        self.guessed_units = min(self.stages, self.w1_units) if spec.prefetch else 0
         self.order = WorkOrder(shape.num_slots, self.w1_tiles, self.w2_tiles)
         self.feed = TokenFeed(spec)
         self.output = TileOutput(spec)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from gcmoe.plan import LayerPlan
 from gcmoe.plan.layer import TilePlan
@@ -40,6 +40,7 @@ class KernelSpec:
         trace: record in-kernel timestamps; costs nothing when off.
         jitter_ns: for tests, every CTA starts late by a pseudo-random time below this; nothing is
             emitted when 0.
+        prefetch: whether compute guesses its first weights before it knows the routes.
     """
 
     role: Role
@@ -51,6 +52,7 @@ class KernelSpec:
     dispatch_ctas: int
     trace: bool = False
     jitter_ns: int = 0
+    prefetch: bool = True
 
     @property
     def symbol(self) -> str:
@@ -110,9 +112,15 @@ class KernelSpec:
 
 
 def kernel_spec(
-    plan: LayerPlan, role: Role, arch: str, *, trace: bool = False, jitter_ns: int = 0
+    plan: LayerPlan,
+    role: Role,
+    arch: str,
+    *,
+    trace: bool = False,
+    jitter_ns: int = 0,
+    prefetch: bool = True,
 ) -> KernelSpec:
-    """The spec of one role of a plan."""
+    """The spec of one role of a plan; ``prefetch`` concerns compute only."""
     return KernelSpec(
         role=role,
         arch=arch,
@@ -123,12 +131,11 @@ def kernel_spec(
         dispatch_ctas=plan.dispatch_sms,
         trace=trace,
         jitter_ns=jitter_ns,
+        prefetch=prefetch or role != Role.COMPUTE,
     )
 
 
-def kernel_specs(
-    plan: LayerPlan, arch: str, *, trace: bool = False, jitter_ns: int = 0
-) -> tuple[KernelSpec, ...]:
-    """The specs of all roles of a plan, in launch order."""
+def kernel_specs(plan: LayerPlan, arch: str, **options: Any) -> tuple[KernelSpec, ...]:
+    """The specs of all roles of a plan, in launch order; options as of :func:`kernel_spec`."""
     roles = (Role.DISPATCH, Role.COMPUTE, Role.FINALIZE)
-    return tuple(kernel_spec(plan, role, arch, trace=trace, jitter_ns=jitter_ns) for role in roles)
+    return tuple(kernel_spec(plan, role, arch, **options) for role in roles)

@@ -7,7 +7,7 @@ The driver promises disjoint SMs, not that kernels in both partitions run at onc
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -48,7 +48,7 @@ class PartitionReport:
 
 @dataclass(frozen=True, slots=True)
 class GreenContext:
-    """A green context, as a plain context, and a stream on it."""
+    """A green context, as a plain context, and a stream on it; both unset in an undivided one."""
 
     green: Any
     context: Any
@@ -150,6 +150,17 @@ def _two_contexts(
         _green_context(device, [group, *extra], counts[0]),
         _green_context(device, [rest, *extra], counts[1]),
     )
+
+
+def undivided(partition: Partition) -> Partition:
+    """The same split on paper, both parts in the primary context of the device, for comparisons."""
+    device = driver.call("cuDeviceGet", partition.report.device)
+    context = driver.call("cuDevicePrimaryCtxRetain", device)
+    dispatch, compute = (
+        replace(part, green=None, context=context, stream=None) for part in partition.contexts
+    )
+    report = replace(partition.report, work_queues="one context for both")
+    return Partition(dispatch, compute, report)
 
 
 _lock = threading.Lock()

@@ -69,7 +69,7 @@ class OracleImpl(Impl):
     def absent(self) -> str:
         return ""
 
-    def unfit(self, case: Case) -> str:
+    def unfit(self, case: Case, variant: str = "") -> str:
         return ""
 
     def variants(self, wanted: tuple[str, ...]) -> tuple[str, ...]:

@@ -74,6 +74,18 @@ def build(name: str) -> Build:
 every = pytest.mark.parametrize("name", CASES)
 
 
+def test_without_prefetch_no_weights_are_guessed() -> None:
+    name = "odd-windows-ep2"
+    config, ranks, _ = CASES[name]
+    spec = kernel_spec(make_plan(config, ranks), Role.COMPUTE, ARCH, prefetch=False)
+    kernel = kernel_class(Role.COMPUTE)(spec)
+    ptx, _ = compile_kernel(kernel, ARCH)
+    guesses = min(spec.tiles.stages, config.hidden // 256)
+    assert build(name).ptx.count("cp.async.bulk.shared") - ptx.count("cp.async.bulk.shared") == (
+        guesses
+    )
+
+
 @every
 def test_nothing_spills(name: str) -> None:
     b = build(name)

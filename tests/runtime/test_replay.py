@@ -99,6 +99,19 @@ def test_serial_adds_one_edge(make, standin):
     assert [len(node[1]) for node in nodes] == [0, 1, 2]
 
 
+def test_one_context_keeps_grids_and_loads_into_the_primary_context(make, standin):
+    two = make()
+    loads = standin.names().count("cuFuncLoad")
+    op = make(one_context=True)
+    op.bind(weights())
+    nodes = [node[3] for node in standin.arguments("cuGraphAddKernelNode")]
+    assert len({int(node.ctx) for node in nodes}) == 1
+    assert int(nodes[0].ctx) not in {int(green.context) for green in two._partition.contexts}
+    assert [node.gridDimX for node in nodes[:2]] == [two.plan.dispatch_sms, two.plan.compute_sms]
+    assert standin.names().count("cuFuncLoad") > loads
+    assert "one context" in op.report.describe()
+
+
 def test_what_the_kernels_get(op, standin):
     packed = weights()
     op.bind(packed)
