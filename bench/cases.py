@@ -123,7 +123,7 @@ PRESETS = {
     "peers": Preset(MODELS[:2], TOKENS, ("gcmoe", *PEERS)),
     "models": Preset(MODELS, TOKENS, ("gcmoe",)),
     "ablation": Preset(MODELS[:1], (1, 8, 64, 256), ("gcmoe",), (DEFAULT, *ABLATIONS)),
-    "full": Preset(MODELS, TOKENS, ("gcmoe", *PEERS)),
+    "full": Preset(MODELS, TOKENS, ("gcmoe", *PEERS, "torch_unfused")),
 }
 
 
