@@ -17,7 +17,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.gcmoe-ready
 PYTEST_ARGS ?=
 
-.PHONY: help setup demo test test-gpu lint format docs
+.PHONY: help setup demo test test-gpu lint format docs plots
 
 help: ## list the targets
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/make \1\t\2/p' Makefile | expand -t 16
@@ -40,6 +40,9 @@ lint: $(STAMP) ## ruff and mypy
 
 format: $(STAMP) ## rewrite files as ruff wants them
 	@$(BIN)/python -m ruff format .
+
+plots: $(STAMP) ## pictures and docs/benchmarks.md, from the records in bench/results
+	@$(BIN)/python -m bench.plots
 
 docs: $(STAMP) ## regenerate docs/protocol.md
 	@$(BIN)/python -m gcmoe.protocol.document docs/protocol.md

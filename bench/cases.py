@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -105,6 +105,22 @@ VARIANTS: dict[str, Variant] = {
 }
 """Variants of ``gcmoe`` by name."""
 ABLATIONS = tuple(name for name in VARIANTS if name != DEFAULT)
+CUSTOM = "custom"
+
+
+def custom_variant(words: Sequence[str]) -> Variant:
+    """A variant from words like ``dispatch_sms=16``; ``capacity`` is a multiple of the live tokens.
+
+    Raises:
+        ValueError: a word has no ``=`` or its value is no integer.
+    """
+    options: dict[str, Any] = {}
+    for word in words:
+        name, equals, text = word.partition("=")
+        if not equals or not text.lstrip("-").isdigit():
+            raise ValueError(f"{word!r}: must be NAME=INTEGER")
+        options[name] = int(text)
+    return Variant(options, options.pop("capacity", None), why=" ".join(words))
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,16 @@ from pathlib import Path
 from typing import Any
 
 from bench import dry_run, schema
-from bench.cases import ABLATIONS, DEFAULT, PRESETS, VARIANTS, Case, make_cases
+from bench.cases import (
+    ABLATIONS,
+    CUSTOM,
+    DEFAULT,
+    PRESETS,
+    VARIANTS,
+    Case,
+    custom_variant,
+    make_cases,
+)
 from bench.impls import IMPLS, Impl
 from bench.impls.gcmoe_layer import compile_kernels
 from bench.progress import Progress
@@ -44,6 +53,12 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         metavar="NAME",
         help=f"of gcmoe: {', '.join(VARIANTS)}; ablations is all of them",
     )
+    parser.add_argument(
+        "--custom",
+        nargs="+",
+        metavar="NAME=N",
+        help="one more variant: integer options of gcmoe.MoE, such as dispatch_sms=24",
+    )
     parser.add_argument("--layers", type=int, default=20, metavar="L", help="of a graph (20)")
     parser.add_argument("--replays", type=int, default=30, metavar="N", help="at least 20 (30)")
     parser.add_argument(
@@ -76,8 +91,14 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     ns.tokens = tuple(ns.tokens or preset.tokens)
     ns.impls = tuple(name for name in IMPLS if name in (ns.impls or preset.impls))
     variants = tuple(ns.variants or preset.variants)
+    if ns.custom:
+        try:
+            VARIANTS[CUSTOM] = custom_variant(ns.custom)
+        except ValueError as error:
+            parser.error(f"--custom {error}")
+        variants = (*variants, CUSTOM)
     if "ablations" in variants:
-        variants = (DEFAULT, *ABLATIONS)
+        variants = (DEFAULT, *ABLATIONS, *variants)
     ns.variants = tuple(name for name in VARIANTS if name in variants)
     ns.ranks = ns.ranks or size_from_environment()
     if ns.layers < 1 or ns.replays < 20:
@@ -86,8 +107,6 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         ns.cases = make_cases(ns.models, ns.tokens, ns.ranks)
         for case in ns.cases:
             case.config()
-            for name in ns.variants:
-                VARIANTS[name].config(case)
     except ValueError as error:
         parser.error(str(error))
     return ns

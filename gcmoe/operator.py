@@ -46,7 +46,7 @@ from gcmoe.runtime.memory import (
     require_peer_atomics,
 )
 from gcmoe.runtime.modules import load_kernel
-from gcmoe.runtime.partition import Partition, PartitionReport, get_partition, undivided
+from gcmoe.runtime.partition import Partition, PartitionReport, get_partition
 
 __all__ = ["Layer", "MoE", "Stats"]
 
@@ -179,18 +179,11 @@ class MoE:
     ) -> None:
         """What needs no peer: partition, plan, kernels."""
         devices.require_device(self.device)
-        self._partition: Partition = get_partition(self.device, draft.dispatch_sms)
-        if one_context:
-            self._partition = undivided(self._partition)
+        self._partition: Partition = get_partition(self.device, draft.dispatch_sms, one_context)
         self.report: PartitionReport = self._partition.report
         given, rest = self.report.dispatch_sms, self.report.compute_sms
-        self.plan = make_plan(
-            self.config,
-            self.num_ranks,
-            given + rest,
-            dispatch_sms=given,
-            ring_slots=ring_slots,
-        )
+        split = {"num_sms": given + rest, "dispatch_sms": given}
+        self.plan = make_plan(self.config, self.num_ranks, ring_slots=ring_slots, **split)
         if self.plan.dispatch_sms != given:
             raise UnsupportedDevice(
                 f"a dispatch partition in steps that the plan knows is required "

@@ -167,10 +167,14 @@ _lock = threading.Lock()
 _partitions: dict[tuple[int, int], Partition] = {}
 
 
-def get_partition(device: torch.device, dispatch_sms: int) -> Partition:
-    """The partition of this process for a device and a dispatch size; made on first use."""
+def get_partition(device: torch.device, dispatch_sms: int, one_context: bool = False) -> Partition:
+    """The partition of this process for a device and a dispatch size; made on first use.
+
+    Args:
+        one_context: the undivided one.
+    """
     key = device.index or 0, dispatch_sms
     with _lock:
         if key not in _partitions:
             _partitions[key] = create_partition(*key)
-        return _partitions[key]
+        return undivided(_partitions[key]) if one_context else _partitions[key]
