@@ -96,8 +96,12 @@ def test_dry_run_needs_no_gpu(command):
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     assert "36 cases on 2 rank(s)" in done.stdout
-    assert re.search(r"mega_moe_sm90 +absent: .*; pip install sgl-deep-gemm==", done.stdout)
-    assert re.search(r"humming_w4a8 +absent: ", done.stdout)
+    assert re.search(
+        r"mega_moe_sm90 +(present|absent: .*; pip install sgl-deep-gemm==)", done.stdout
+    )
+    assert re.search(
+        r"humming_w4a8 +absent: .*one rank|humming_w4a8 +absent: .*not inst", done.stdout
+    )
     assert re.search(r"estimated device time: [1-9]\d+ s", done.stdout)
 
 
