@@ -129,10 +129,10 @@ def survey(ns: argparse.Namespace) -> tuple[list[Impl], dict[str, dict[str, str]
     usable, states = [], {}
     for name in ns.impls:
         impl = IMPLS[name]
-        reason = impl.absent() or impl.unfit(ns.cases[0])
-        state = "absent" if reason else "present"
-        states[name] = {"state": state, "reason": reason, "install": impl.install}
-        if not reason:
+        absent, unfit = impl.absent(), impl.unfit(ns.cases[0])
+        state = "absent" if absent else "unfit" if unfit else "present"
+        states[name] = {"state": state, "reason": absent or unfit, "install": impl.install}
+        if state == "present":
             usable.append(impl)
     return usable, states
 
@@ -237,8 +237,8 @@ def run(ns: argparse.Namespace, usable: list[Impl], states: dict[str, Any]) -> i
     watchdog = Watchdog(recorder.end)
     with Progress(len(ns.cases), quiet=world.rank > 0) as progress:
         for name, state in states.items():
-            if state["state"] == "absent":
-                progress.say(f"{name} is absent: {state['reason']}; {state['install']}")
+            if state["state"] != "present":
+                progress.say(f"{name}: {dry_run.state_text(state)}")
         runner = Runner(usable, options_of(ns), world, watchdog, progress.say)
         runner.prepare(ns.cases, ns.compile_limit)
         ended = "complete"

@@ -39,6 +39,14 @@ def estimate_seconds(cases: Sequence[Case], usable: Sequence[Impl], options: Opt
     return total
 
 
+def state_text(state: dict[str, str]) -> str:
+    """Whether an implementation takes part; why not, and how to get it."""
+    if state["state"] == "present":
+        return "present"
+    remedy = f"; {state['install']}" if state["state"] == "absent" else ""
+    return f"{state['state']}: {state['reason']}{remedy}"
+
+
 def show(
     cases: Sequence[Case],
     variants: Sequence[str],
@@ -61,9 +69,6 @@ def show(
         print(f"  {name:<14} {VARIANTS[name].why}")
     print("implementations")
     for name, state in states.items():
-        if state["state"] == "absent":
-            print(f"  {name:<14} absent: {state['reason']}; {state['install']}")
-        else:
-            print(f"  {name:<14} present")
+        print(f"  {name:<14} {state_text(state)}")
     print(f"estimated device time: {estimate_seconds(cases, usable, options):.0f} s")
     return 0

@@ -44,7 +44,7 @@ def describe(one: Selection) -> str:
     head = one.head
     versions = ", ".join(f"{name} {v}" for name, v in sorted(head["versions"].items()))
     absent = [
-        f"{name} was absent ({state['reason']})"
+        f"{name} was {state['state']} ({state['reason']})"
         for name, state in head["implementations"].items()
         if state["state"] != "present"
     ]

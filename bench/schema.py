@@ -48,7 +48,7 @@ RECORD = {
     "clocks_before": Field((dict,), "what nvidia-smi said when the run began"),
     "clocks_after": Field((dict,), "and when it ended; empty if it did not", required=False),
     "options": Field((dict,), "layers, replays, seed and the like"),
-    "implementations": Field((dict,), "state, reason and install line, by name"),
+    "implementations": Field((dict,), "present, absent or unfit, reason, install line, by name"),
     "skipped": Field((list,), "what was asked for and not run, each with its reason"),
     "ended": Field((str,), "complete, or why the run stopped early"),
     "rows": Field((list,), "see ROW"),

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from bench.cases import Case, capacity_of
+from bench.cases import Case
 from bench.checks import OWN_ROUNDING
 from bench.data import Inputs
 from bench.impls.base import Impl, LayerWeights, Session, missing_package
@@ -20,6 +20,8 @@ from bench.world import World, group_of_one
 
 PACKAGES = {"sgl-deep-gemm": "0.1.5.post1", "apache-tvm-ffi": "0.1.11"}
 VARIANT = "layer"
+TOKEN_GRANULE = 384
+"""It rounds a capacity up to a multiple of this: smaller ones give the same kernels."""
 
 
 class MegaSession(Session):
@@ -96,7 +98,7 @@ class MegaMoESm90(Impl):
     ) -> MegaSession:
         import deep_gemm
 
-        capacity = capacity_of(case.tokens)
+        capacity = -(-case.tokens // TOKEN_GRANULE) * TOKEN_GRANULE
         key = case.model, capacity
         if key not in self._buffers:
             config = case.config()
