@@ -10,6 +10,8 @@ import pytest
 from sample import FACTORS, make_record, make_row
 
 from bench import cases, cli, plots, records, schema
+from bench.dry_run import state_text
+from bench.impls import IMPLS
 from bench.table import text_table
 from gcmoe import cli as gcmoe_cli
 
@@ -99,9 +101,7 @@ def test_dry_run_needs_no_gpu(command):
     assert re.search(
         r"mega_moe_sm90 +(present|absent: .*; pip install sgl-deep-gemm==)", done.stdout
     )
-    assert re.search(
-        r"humming_w4a8 +absent: .*one rank|humming_w4a8 +absent: .*not inst", done.stdout
-    )
+    assert re.search(r"humming_w4a8 +(unfit: .* one rank|absent: .*; pip install)", done.stdout)
     assert re.search(r"estimated device time: [1-9]\d+ s", done.stdout)
 
 
@@ -136,3 +136,15 @@ def test_arguments_override_the_preset():
     assert ns.impls[0] == "gcmoe"
     assert ns.variants[0] == "default"
     assert "serial" in ns.variants
+
+
+def test_absent_and_unfit_peers_are_told_apart(monkeypatch):
+    for impl in IMPLS.values():
+        monkeypatch.setattr(impl, "absent", lambda: "", raising=True)
+    monkeypatch.setattr(IMPLS["mega_moe_sm90"], "absent", lambda: "it is not installed")
+    usable, states = cli.survey(cli.parse(["--preset", "full", "--ranks", "2"]))
+    assert [impl.name for impl in usable] == ["gcmoe", "torch_unfused"]
+    assert states["mega_moe_sm90"]["state"] == "absent"
+    assert states["humming_w4a8"]["state"] == "unfit"
+    assert "pip install sgl-deep-gemm" in state_text(states["mega_moe_sm90"])
+    assert "pip" not in state_text(states["humming_w4a8"])
