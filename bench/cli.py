@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from dataclasses import asdict
@@ -30,6 +31,7 @@ from bench.world import World, close_world, open_world, size_from_environment
 from gcmoe.models import MODELS
 
 COMPILE_LIMIT_S = 150.0
+LOST = "the device was lost"
 EPILOG = """\
 Layer time = (a graph of L layers with a foreign kernel before each - the same graph with the
 foreign kernels only) / L; distinct weights, fresh routing and random data for each layer, graphs
@@ -247,24 +249,28 @@ def run(ns: argparse.Namespace, usable: list[Impl], states: dict[str, Any]) -> i
             try:
                 run_model(runner, cases, recorder, progress)
             except DeviceLost as error:
-                ended = f"the device was lost: {error}"
+                ended = f"{LOST}: {error}"
                 break
             except Exception as error:
                 ended = f"{model}: {type(error).__name__}: {error}"
                 progress.say(ended)
+                runner.skipped.append(ended)
                 if world.size > 1:
                     break
-    if not ended.startswith("the device"):
-        recorder.add([], runner.skipped)
+    recorder.add([], runner.skipped)
+    if not ended.startswith(LOST):
         recorder.record["clocks_after"] = environment.read_clocks()
     recorder.end(ended)
     if world.rank == 0:
         print(text_table(recorder.rows))
         print(f"{ended}; record: {recorder.path}", flush=True)
-    if ended == "complete":
-        close_world()
+    if ended != "complete":
+        # Other ranks may be gone and the device may hang: leave without taking leave.
+        sys.stdout.flush()
+        os._exit(1)
+    close_world()
     good = recorder.rows and all(row["correct"] for row in recorder.rows)
-    return 0 if good and ended == "complete" else 1
+    return 0 if good else 1
 
 
 def main(arguments: list[str] | None = None) -> int:

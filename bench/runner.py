@@ -16,6 +16,7 @@ from bench.bank import WeightBank
 from bench.cases import SHARE_OF, Case
 from bench.checks import Reference, judge, make_references
 from bench.data import Inputs, Load, case_inputs, measure_load
+from bench.environment import read_clocks
 from bench.impls import Impl, Session
 from bench.impls.gcmoe_layer import GcMoE
 from bench.phases import read_phases
@@ -281,8 +282,10 @@ class Runner:
             for entry in ready:
                 entry.fail(error)
             return
+        clocks = read_clocks()
         by_rank = self.world.gather(times)
         for entry in ready:
+            entry.columns["clocks"] = clocks
             self._summarize(entry, by_rank)
         if self.options.sustained_s:
             for entry in ready:

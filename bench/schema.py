@@ -80,6 +80,7 @@ ROW = {
     "samples_us": Field((list,), "of each replay", required=False),
     "graph_us": Field((list,), "median of the whole graph by rank", required=False),
     "foreign_us": Field((list,), "median of the foreign kernels by rank", required=False),
+    "clocks": Field((dict,), "what nvidia-smi said right after the timing", required=False),
     "trace_us": Field((dict,), "phases by role", required=False),
     "plan": Field((dict,), "SM split, ring and tiles", required=False),
     "fingerprint": Field((dict,), "what all ranks compare, by name", required=False),

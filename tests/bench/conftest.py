@@ -30,6 +30,7 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1 << 30, 1 << 30))
+    monkeypatch.setattr(runner, "read_clocks", dict)
     monkeypatch.setattr(timing, "capture", StopWatchGraph)
     monkeypatch.setattr(timing, "replay_times", stop_watch_times)
     monkeypatch.setattr(bank, "MIN_SETS", 1)
