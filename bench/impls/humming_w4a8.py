@@ -7,6 +7,7 @@ sorted by expert and quantised; nothing is sent, nothing combined. MXFP4 weights
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from bench.impls.humming_compile import compile_ahead, make_ready, require_compi
 from bench.world import World
 
 PACKAGES = {"humming-kernels": "0.1.19"}
+MODULES = ("triton", "jinja2", "filelock", "packaging")
 GROUPS = {"group128": 128, "per_token": 0}
 """Columns under one activation scale, by variant; 0 is a whole row."""
 NUM_LOCKS = 2048
@@ -207,6 +209,8 @@ class HummingW4A8(Impl):
 
     def absent(self) -> str:
         wrong = [missing_package(name, version) for name, version in PACKAGES.items()]
+        if torch.cuda.is_available():  # it compiles without
+            wrong += [f"{m} is not installed" for m in MODULES if find_spec(m) is None]
         return ", ".join(text for text in wrong if text)
 
     def unfit(self, case: Case, variant: str = "") -> str:

@@ -11,6 +11,7 @@ the GEMMs.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -82,13 +83,22 @@ def activate(gate_up: Tensor, weights: Tensor, clamp: float | None) -> tuple[Ten
     return quantize_rows(torch.nn.functional.silu(gate) * up * weights[:, None])
 
 
-def combine(rows: Tensor, routing: Routing) -> Tensor:
-    """bf16 [n, H]: the sum over the slots of each token whose expert is local."""
+def combine(rows: Tensor, order: Tensor, is_local: Tensor | None, top_k: int, out: Tensor) -> None:
+    """out = the sum over the slots of each token whose expert is local, added in FP32.
+
+    Args:
+        rows: bf16 [n * k, H], as sorted.
+        order: the flat slot of each row.
+        is_local: bool [n, k]; None if all are.
+        out: bf16 [n, H].
+    """
     by_slot = torch.empty_like(rows)
-    by_slot[routing.order] = rows
-    slots = by_slot.view(*routing.is_local.shape, -1)
-    # Rows of other ranks' experts were never written.
-    return slots.float().masked_fill(~routing.is_local[..., None], 0.0).sum(dim=1).bfloat16()
+    by_slot[order] = rows
+    slots = by_slot.view(-1, top_k, rows.shape[1])
+    if is_local is not None:
+        # Rows of other ranks' experts were never written.
+        slots = slots.masked_fill(~is_local[..., None], 0.0)
+    torch.sum(slots, dim=1, out=out)
 
 
 def grouped(rows: Tensor, scale: Tensor, weights: tuple[Tensor, Tensor], ends: Tensor) -> Tensor:
@@ -138,10 +148,13 @@ class TorchSession(Session):
         w13, w2 = self._weights[n]
         gate_up = grouped(codes[token], scale[token], w13, routing.offsets)
         a, a_scale = self._activate(gate_up, weights.flatten()[routing.order], case.share.clamp)
-        y = self._combine(grouped(a, a_scale, w2, routing.offsets), routing)
+        rows = grouped(a, a_scale, w2, routing.offsets)
+        k, is_local = case.share.top_k, routing.is_local
         if self._world.group is None:
-            one.y.copy_(y)
+            self._combine(rows, routing.order, is_local if case.ranks > 1 else None, k, one.y)
         else:
+            y = one.y.new_empty((len(ids), one.y.shape[1]))
+            self._combine(rows, routing.order, is_local, k, y)
             dist.reduce_scatter_tensor(one.y, y, group=self._world.group)
 
     def result(self, n: int) -> Tensor:
@@ -182,3 +195,8 @@ class TorchUnfused(Impl):
         self, case: Case, variant: str, weights: list[Any], inputs: list[Inputs], world: World
     ) -> TorchSession:
         return TorchSession(case, variant, weights, inputs, world)
+
+    def release(self) -> None:
+        """Forget what was compiled for this model's shapes: the compiler gives up after a few."""
+        if "torch._dynamo" in sys.modules:
+            torch._dynamo.reset()
