@@ -38,6 +38,7 @@ COMMANDS = (
     ),
     Command("sim", "gcmoe.sim.report", "run the protocol on the CPU under chosen interleavings"),
     Command("compile", "gcmoe.kernels.compile", "compile kernels into the cache; needs no GPU"),
+    Command("trace", "gcmoe.trace", "timeline of one replay, as a Perfetto trace and a PNG"),
 )
 
 # Modules that an optional dependency provides, and how to get it.
@@ -45,6 +46,7 @@ REMEDIES = {
     "cutlass": "pip install 'gc-moe[compile]'",
     "cuda": "pip install cuda-bindings",
     "torch": "pip install torch",
+    "matplotlib": "pip install 'gc-moe[bench]'",
 }
 
 

@@ -478,7 +478,8 @@ class ComputeKernel:
                     sync.mark(self.spec, events, ComputeTrace.W1_OVER)
                     was_w1 = I32(0)
                 if (tid == 0) & (kind != U32(int(Kind.STOP))):
-                    what = U64(kind) | (U64(rows) << U64(8)) | (U64(slot) << U64(32))
+                    what = U64(kind) | (U64(rows) << U64(8)) | (U64(tile) << U64(24))
+                    what = what | (U64(slot) << U64(40))
                     sync.record_item(self.spec, at, events, ItemTrace.WHAT, what)
                     sync.mark_item(self.spec, at, events, ItemTrace.START)
             if kind == U32(int(Kind.STOP)):

@@ -53,7 +53,7 @@ class FinalizeTrace(IntEnum):
 
 
 class ItemTrace(IntEnum):
-    """Words of an item: kind | rows << 8 | slot << 32, then times.
+    """Words of an item: kind | rows << 8 | tile << 24 | slot << 40, then times.
 
     ``START``: the consumers have the item's record. ``FED``: the loads of its first token tile were
     issued, so its rows (W1) or its block of ``a`` (W2) were there. ``END``: the tile is in the
@@ -65,6 +65,11 @@ class ItemTrace(IntEnum):
     FED = 2
     END = 3
     PUBLISHED = 4
+
+
+def unpack_item(what: int) -> tuple[int, int, int, int]:
+    """(kind, rows, tile, slot) of an item's first word."""
+    return what & 0xFF, (what >> 8) & 0xFFFF, (what >> 24) & 0xFFFF, what >> 40
 
 
 def item_word(index: int, word: ItemTrace) -> int:

@@ -12,6 +12,8 @@ NUM_WIDTHS = 4
 HEADER_WORDS = 16
 MAX_RING_BYTES = 256 << 20
 MAX_SHARE_ROWS = 8192
+USUAL_CAPACITIES = (8, 64, 256, 1024, 4096)
+"""``max_tokens`` of tools that are told a number of tokens only."""
 
 # Sizes measured on H200 (132 SMs): eight dispatch SMs win up to 16 tokens, sixteen from 64 on.
 SMALL_CAPACITY = 16
@@ -78,6 +80,23 @@ class LayerPlan:
     @property
     def compute_sms(self) -> int:
         return self.num_sms - self.dispatch_sms
+
+
+def round_width(tiles: TilePlan, rows: int) -> int:
+    """The token tile width of a block of ``rows`` rows: the narrowest that holds them."""
+    return next((width for width in tiles.widths if rows <= width), tiles.max_width)
+
+
+def capacity_for(num_tokens: int) -> int:
+    """The smallest usual capacity that holds ``num_tokens`` tokens.
+
+    Raises:
+        ValueError: there is none.
+    """
+    for capacity in USUAL_CAPACITIES:
+        if num_tokens <= capacity:
+            return capacity
+    raise ValueError(f"tokens = {num_tokens}: at most {USUAL_CAPACITIES[-1]}")
 
 
 def round_up(value: int, granule: int) -> int:
