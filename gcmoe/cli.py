@@ -38,6 +38,7 @@ COMMANDS = (
     ),
     Command("sim", "gcmoe.sim.report", "run the protocol on the CPU under chosen interleavings"),
     Command("compile", "gcmoe.kernels.compile", "compile kernels into the cache; needs no GPU"),
+    Command("plan", "gcmoe.plan.report", "SM split, tiles, ring and predicted time; needs no GPU"),
     Command("trace", "gcmoe.trace", "timeline of one replay, as a Perfetto trace and a PNG"),
 )
 
