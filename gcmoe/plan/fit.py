@@ -247,7 +247,7 @@ def fitted_text(constants: Constants, records: Sequence[str]) -> str:
         "",
         "RECORDS = (",
         *(f'    "{name}",' for name in records),
-        ")",
+        ")  # fmt: skip",
         '"""In ``bench/results``: what the constants were derived from."""',
         "",
         "CONSTANTS = Constants(",

@@ -4,7 +4,7 @@ from gcmoe.plan.predict import Constants
 
 RECORDS = (
     "speed-deepseek-v4-flash-20261129T232905Z.json",
-)
+)  # fmt: skip
 """In ``bench/results``: what the constants were derived from."""
 
 CONSTANTS = Constants(

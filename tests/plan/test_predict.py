@@ -251,6 +251,11 @@ def test_the_fit_recovers_constants_that_made_the_times():
     assert again.column_ns[wide] > CONSTANTS.column_ns[wide]
 
 
+def test_the_file_of_constants_is_what_the_fit_writes():
+    wanted = fitting.fitted_text(CONSTANTS, RECORDS)
+    assert fitting.OUTPUT.read_text(encoding="utf-8") == wanted
+
+
 def test_only_rows_of_the_fitted_model_are_accepted():
     others = [row for row in ALL_ROWS if row.model != fitting.FITTED_MODEL]
     for rows in ([], others):
