@@ -44,8 +44,9 @@ format: $(STAMP) ## rewrite files as ruff wants them
 fit: $(STAMP) ## derive the constants of gcmoe plan from the newest record of V4-Flash
 	@$(BIN)/python -m gcmoe.plan.fit --write
 
-docs: $(STAMP) ## regenerate docs/protocol.md
+docs: $(STAMP) ## regenerate docs/protocol.md and docs/kernels.md (compiles all kernels)
 	@$(BIN)/python -m gcmoe.protocol.document docs/protocol.md
+	$(BIN)/python -m gcmoe.kernels.document docs/kernels.md
 
 $(STAMP): pyproject.toml Makefile
 	@on_system=0
