@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+
 import pytest
 
 from gcmoe import cli, trace
@@ -18,6 +20,7 @@ from gcmoe.kernels.trace_words import (
     ItemTrace,
     item_word,
 )
+from gcmoe.models import share
 from gcmoe.plan import make_plan
 from gcmoe.protocol import Role
 from gcmoe.timeline import read_chrome
@@ -49,9 +52,18 @@ def compute(sm: int, items: list[tuple[Kind, int, int, int, int]], end: int) -> 
     return words
 
 
-def records(shift: int = 0) -> trace.Records:
-    """A rank whose clock is ``shift`` ahead."""
-    found = {
+def shifted(found: trace.Records, shift: int) -> trace.Records:
+    """The same of a rank whose clock is ``shift`` ahead."""
+    for words in (w for ctas in found.values() for w in ctas):
+        for i, value in enumerate(words):
+            if T0 <= value < T0 + 10**6:
+                words[i] = value + shift
+    return found
+
+
+def records() -> trace.Records:
+    """A rank's replay."""
+    return {
         Role.DISPATCH: [
             timed(
                 DispatchTrace, 3, START=0, STAGED=2_000, HEADERS=3_000, BINNED=4_000,
@@ -66,11 +78,6 @@ def records(shift: int = 0) -> trace.Records:
         ],
         Role.FINALIZE: [timed(FinalizeTrace, 8, START=10_000, ARRIVED=10_500, END=11_000)],
     }  # fmt: skip
-    for words in (w for ctas in found.values() for w in ctas):
-        for i, value in enumerate(words):
-            if T0 <= value < T0 + 10**6:
-                words[i] = value + shift
-    return found
 
 
 def spans(found: trace.Records) -> list[tuple[str, int, float, float]]:
@@ -124,7 +131,7 @@ def test_items_beyond_the_record_are_counted():
 
 
 def test_clocks_of_ranks_are_aligned_where_all_headers_are_seen():
-    ranks = [records(), records(shift=40_000)]
+    ranks = [records(), shifted(records(), 40_000)]
     seen = [[trace.headers_seen(r)] * 3 for r in ranks]
     seen[1][0] += 5_000  # one odd replay changes nothing
     assert trace.clock_offsets(seen) == [0, 40_000]
@@ -146,6 +153,43 @@ def test_command_draws_a_trace_again(tmp_path, capsys):
     assert "compute   W1 N=16        1     5.5         8.0     8.0     8.0" in out
     assert png.read_bytes().startswith(b"\x89PNG")
     assert read_chrome(path).facts == {"gpu": "none"}
+
+
+def lasting(end: int, shift: int = 0) -> trace.Records:
+    """A replay that ends at ``end``."""
+    found = records()
+    found[Role.FINALIZE][0][FinalizeTrace.END] = T0 + end
+    return shifted(found, shift)
+
+
+def test_the_replay_of_median_length_is_shown(monkeypatch):
+    """Rank 1 is the slower one in the second replay, so that the third is the median."""
+    ends = {0: [11_000, 12_000, 13_000], 1: [11_500, 19_000, 12_500]}
+    replays = {rank: [lasting(end, 7_000 * rank) for end in ends[rank]] for rank in ends}
+    monkeypatch.setattr(trace, "replay_records", lambda *given: (PLAN, replays[0]))
+    monkeypatch.setattr(trace, "facts_of", lambda *given: {"gpu": "none", "replay": given[-1]})
+
+    def gather(value, group, ranks):
+        """What rank 1 would have sent for the same question."""
+        if value == replays[0][2]:
+            return [value, replays[1][2]]
+        if value == [trace.headers_seen(r) for r in replays[0]]:
+            return [value, [trace.headers_seen(r) for r in replays[1]]]
+        return [value, [end - begin for begin, end in map(trace.bounds, replays[1])]]
+
+    monkeypatch.setattr(trace, "gather", gather)
+    parser = argparse.ArgumentParser()
+    trace.add_arguments(parser)
+    ns = parser.parse_args(["--tokens", "8"])
+    timeline = trace.trace_layer(share("deepseek-v4-flash", 8), ns, None, 0, 2)
+    assert timeline is not None
+    assert timeline.facts["replay"] == 2
+    assert timeline.duration == 13.0
+    assert timeline.ranks == [0, 1]
+    stages = [s for s in timeline.spans if s.name == "stage"]
+    assert [(s.rank, s.start, s.end) for s in stages] == [(0, 0.0, 2.0), (1, 0.0, 2.0)]
+    assert "13.0 us from the first CTA's start" in timeline.title
+    assert trace.trace_layer(share("deepseek-v4-flash", 8), ns, None, 1, 2) is None
 
 
 @pytest.mark.parametrize(
