@@ -31,6 +31,7 @@ COLOURS = {
     "arrivals": "#D9D9D9",
     "sum": "#D55E00",
 }
+WAITING = {COLOURS[name] for name in ("headers", "routes", "wait", "arrivals")}
 ROLE_COLOURS = {"dispatch": "#0072B2", "compute": "#E69F00", "finalize": "#D55E00"}
 
 
@@ -229,7 +230,9 @@ def draw(timeline: Timeline, path: Path, dpi: int = 110) -> None:
         bars.setdefault((place[span.rank, span.sm], colour, shade), []).append(bar)
     for (row, colour, shade), ranges in bars.items():
         box = row + gap, 1 - 2 * gap
-        axes.broken_barh(ranges, box, facecolors=colour, alpha=shade, linewidth=0)
+        # Work hides the waiting of a CTA that shares the SM.
+        order = 1 if colour in WAITING else 2
+        axes.broken_barh(ranges, box, facecolors=colour, alpha=shade, linewidth=0, zorder=order)
     ticks, labels = [], []
     for rank, partition in sorted(
         {(r, p) for r, _, p in rows}, key=lambda g: (g[0], g[1] == "compute")
