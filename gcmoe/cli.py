@@ -42,6 +42,8 @@ COMMANDS = (
     Command("sim", "gcmoe.sim.report", "run the protocol on the CPU under chosen interleavings"),
     Command("compile", "gcmoe.kernels.compile", "compile kernels into the cache; needs no GPU"),
     Command("bench", "gcmoe.cli", "time the layer and its peers: python -m bench of a checkout"),
+    Command("plan", "gcmoe.plan.report", "SM split, tiles, ring and predicted time; needs no GPU"),
+    Command("trace", "gcmoe.trace", "timeline of one replay, as a Perfetto trace and a PNG"),
 )
 CHECKOUT = Path(__file__).resolve().parents[1]
 
@@ -50,6 +52,7 @@ REMEDIES = {
     "cutlass": "pip install 'gc-moe[compile]'",
     "cuda": "pip install cuda-bindings",
     "torch": "pip install torch",
+    "matplotlib": "pip install 'gc-moe[bench]'",
 }
 
 

@@ -20,7 +20,8 @@ from gcmoe.errors import (
     UnsupportedDevice,
 )
 from gcmoe.kernels.build import get_kernel
-from gcmoe.kernels.spec import TRACE_WORDS, KernelSpec, kernel_specs
+from gcmoe.kernels.spec import KernelSpec, kernel_specs
+from gcmoe.kernels.trace_words import TRACE_WORDS
 from gcmoe.numerics import PackedWeights, packed_layout
 from gcmoe.plan import LayerPlan, make_plan
 from gcmoe.protocol import NUM_CALLS, Role
@@ -418,7 +419,9 @@ class MoE:
         return self._workspace.view(region)
 
     def trace_records(self) -> dict[Role, Tensor]:
-        """Timestamps of the last call: int64 [grid, 16] on the CPU, by role. Waits for the device.
+        """Timestamps of the last call: int64 [grid, TRACE_WORDS] on the CPU, by role.
+
+        The words are those of :mod:`gcmoe.kernels.trace_words`. Waits for the device.
 
         Raises:
             ValueError: the operator was created without ``trace``.

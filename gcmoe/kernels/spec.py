@@ -10,7 +10,6 @@ from gcmoe.plan.layer import TilePlan
 from gcmoe.protocol import Role, WorkspaceShape
 
 ParameterKind = Literal["peers", "u64", "i64", "i32", "tensor_map"]
-TRACE_WORDS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +67,8 @@ class KernelSpec:
     def parameters(self) -> tuple[Parameter, ...]:
         """In launch order. Every pointer is a device address in a u64.
 
-        ``fault_record`` is host-mapped; ``trace`` is [grid][16] u64 and unused without ``trace``.
+        ``fault_record`` is host-mapped; ``trace`` is [grid][TRACE_WORDS] u64
+        (:mod:`gcmoe.kernels.trace_words`) and unused without ``trace``.
         """
         head: tuple[tuple[str, ParameterKind], ...] = (("peers", "peers"), ("workspace", "u64"))
         tail: tuple[tuple[str, ParameterKind], ...] = (

@@ -244,5 +244,11 @@ def test_warp_collectives_are_not_duplicated(name: str) -> None:
 
 
 def test_trace_costs_nothing_when_off() -> None:
-    assert "%smid" not in build("v4-flash-64").ptx
-    assert "%smid" in build("v4-flash-64-trace").ptx
+    """Without trace the address of the records is not even loaded, nor a counter of items kept."""
+    off, on = build("v4-flash-64"), build("v4-flash-64-trace")
+    index = [p.name for p in off.spec.parameters].index("trace")
+    loads = [b.ptx.count(f"[{b.spec.symbol}_param_{index}]") for b in (off, on)]
+    assert loads[0] == 0 < loads[1]
+    assert "%smid" not in off.ptx
+    assert "%smid" in on.ptx
+    assert "traced" not in kernel_class(Role.COMPUTE)(off.spec).fields

@@ -14,6 +14,7 @@ from gcmoe import operator as operators
 from gcmoe.config import MoEConfig
 from gcmoe.errors import CaptureError, DeviceFault, GCMoEError, OperatorClosed, PeerTimeout
 from gcmoe.kernels.spec import kernel_specs
+from gcmoe.kernels.trace_words import TRACE_WORDS
 from gcmoe.operator import MoE
 from gcmoe.protocol import Role
 from gcmoe.runtime import device as devices
@@ -317,9 +318,9 @@ def test_traces(make):
     op = make(trace=True)
     records = op.trace_records()
     assert {role: tuple(t.shape) for role, t in records.items()} == {
-        Role.DISPATCH: (8, 16),
-        Role.COMPUTE: (124, 16),
-        Role.FINALIZE: (1, 16),
+        Role.DISPATCH: (8, TRACE_WORDS),
+        Role.COMPUTE: (124, TRACE_WORDS),
+        Role.FINALIZE: (1, TRACE_WORDS),
     }
     with pytest.raises(ValueError, match="trace = True"):
         make().trace_records()
