@@ -76,6 +76,8 @@ class MoE:
         dispatch_sms: SMs of the dispatch partition, rounded up by the driver; None decides by
             capacity.
         ring_slots: S, a power of two; None decides by capacity.
+        late_compute: whether compute takes over the SMs of dispatch once that has ended; None
+            decides by capacity.
         device: CUDA device; None is the current one.
         cache_dir: folder of the kernel cache; None takes ``GCMOE_CACHE`` or ``~/.cache/gcmoe``.
         trace: use kernels that record timestamps.
@@ -108,6 +110,7 @@ class MoE:
         prefetch: bool = True,
         dispatch_sms: int | None = None,
         ring_slots: int | None = None,
+        late_compute: bool | None = None,
         device: torch.device | str | int | None = None,
         cache_dir: str | os.PathLike[str] | None = None,
         trace: bool = False,
@@ -127,7 +130,11 @@ class MoE:
             require_config(config)
             self._initial = initial_words(initial)
             plan = make_plan(
-                config, self.num_ranks, dispatch_sms=dispatch_sms, ring_slots=ring_slots
+                config,
+                self.num_ranks,
+                dispatch_sms=dispatch_sms,
+                ring_slots=ring_slots,
+                late_compute=late_compute,
             )
             if serial:
                 require_whole_ring(plan)
@@ -145,7 +152,7 @@ class MoE:
             self._ranks.require_equal(fingerprint)
             self._ranks.together(
                 "creating the operator",
-                lambda: self._prepare(draft, ring_slots, cache_dir, one_context, build),
+                lambda: self._prepare(draft, cache_dir, one_context, build),
             )
             self._ranks.require_equal(build_fingerprint(self.plan, self._kernels))
             if self.num_ranks > 1:
@@ -173,7 +180,6 @@ class MoE:
     def _prepare(
         self,
         draft: LayerPlan,
-        ring_slots: int | None,
         cache_dir: str | os.PathLike[str] | None,
         one_context: bool,
         build: dict[str, Any],
@@ -183,8 +189,14 @@ class MoE:
         self._partition: Partition = get_partition(self.device, draft.dispatch_sms, one_context)
         self.report: PartitionReport = self._partition.report
         given, rest = self.report.dispatch_sms, self.report.compute_sms
-        split = {"num_sms": given + rest, "dispatch_sms": given}
-        self.plan = make_plan(self.config, self.num_ranks, ring_slots=ring_slots, **split)
+        self.plan = make_plan(
+            self.config,
+            self.num_ranks,
+            given + rest,
+            dispatch_sms=given,
+            ring_slots=draft.workspace.num_slots,
+            late_compute=draft.late_ctas > 0,
+        )
         if self.plan.dispatch_sms != given:
             raise UnsupportedDevice(
                 f"a dispatch partition in steps that the plan knows is required "
@@ -214,8 +226,9 @@ class MoE:
         self._traces: dict[Role, Tensor] = {}
         for role, spec in self._specs.items():
             if spec.trace:
+                ctas = self._grids[role] + (self.plan.late_ctas if role == Role.COMPUTE else 0)
                 self._traces[role] = torch.zeros(
-                    (self._grids[role], TRACE_WORDS), dtype=torch.int64, device=self.device
+                    (ctas, TRACE_WORDS), dtype=torch.int64, device=self.device
                 )
         devices.synchronize(self.device)
 
@@ -253,17 +266,27 @@ class MoE:
         )
         return blocks
 
+    def _graph(self, blocks: dict[Role, Arguments]) -> LayerGraph:
+        """A replay with these arguments."""
+        late = None
+        if self.plan.late_ctas:
+            late = blocks[Role.COMPUTE].copy()
+            if Role.COMPUTE in self._traces:
+                late.set(trace=self._traces[Role.COMPUTE][self.plan.compute_sms].data_ptr())
+        return LayerGraph(self._kernels, blocks, self._grids, self._partition, self.serial, late)
+
     def _probe(self) -> None:
         """Replay once without tokens on all ranks; see :mod:`gcmoe.runtime.probe`."""
         room: list[Tensor] = []
 
         def make_graph(shares: dict[Role, float]) -> LayerGraph:
             # Compute may load the weights of its first tiles before it knows that it needs none.
-            size = probe.weight_bytes(self.plan.workspace, self._grids[Role.COMPUTE])
+            ctas = self.plan.compute_sms + self.plan.late_ctas
+            size = probe.weight_bytes(self.plan.workspace, ctas)
             room[:] = [torch.empty(size, dtype=torch.uint8, device=self.device)]
             blocks = self._blocks(shares)
             blocks[Role.COMPUTE].set(**dict.fromkeys(probe.WEIGHTS, room[0].data_ptr()))
-            return LayerGraph(self._kernels, blocks, self._grids, self._partition, self.serial)
+            return self._graph(blocks)
 
         def verdict(is_last: bool) -> probe.Verdict:
             view = self._workspace.view
@@ -472,7 +495,7 @@ class Layer:
         self._y = finalize["y"]
         self._last: tuple[Any, ...] = ()
         with devices.guard(op.device):
-            self._graph = LayerGraph(op._kernels, blocks, op._grids, op._partition, op.serial)
+            self._graph = op._graph(blocks)
 
     def __call__(
         self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, out: Tensor | None = None

@@ -53,6 +53,7 @@ def arguments_fingerprint(plan: LayerPlan, **others: Any) -> dict[str, str]:
     values = {"config." + name: str(value) for name, value in asdict(plan.config).items()}
     values["dispatch_sms"] = str(plan.dispatch_sms)
     values["ring_slots"] = str(plan.workspace.num_slots)
+    values["late_compute"] = str(plan.late_ctas > 0)
     values |= {name: str(value) for name, value in others.items()}
     values["protocol and kernel source"] = source_digest()[:16]
     return values
