@@ -5,7 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from gcmoe.config import MoEConfig
+from gcmoe.plan import tiles_sm100
+from gcmoe.plan.targets import Family
+from gcmoe.plan.tiles_sm100 import TilePlanSm100
 from gcmoe.protocol import WorkspaceShape
+from gcmoe.protocol.ring import WINDOW_COLUMNS
+from gcmoe.protocol.workspace import MX_COLUMNS
 
 SM_GRANULE = 8
 NUM_WIDTHS = 4
@@ -72,7 +77,7 @@ class LayerPlan:
     num_ranks: int
     num_sms: int
     dispatch_sms: int
-    tiles: TilePlan
+    tiles: TilePlan | TilePlanSm100
     workspace: WorkspaceShape
 
     @property
@@ -95,6 +100,7 @@ def make_plan(
     *,
     dispatch_sms: int | None = None,
     ring_slots: int | None = None,
+    family: Family = "sm90",
 ) -> LayerPlan:
     """The plan of a layer.
 
@@ -105,6 +111,7 @@ def make_plan(
         dispatch_sms: SMs of the dispatch partition; None takes 8 at capacities up to 16 tokens and
             16 beyond. Rounded up to a multiple of 8, as the driver does.
         ring_slots: S; None takes the power of two that holds every block, within 256 MiB.
+        family: of kernels; decides tiles and the form of activation scales.
 
     Raises:
         ValueError: a limit of the configuration, of the partition or of dispatch is exceeded.
@@ -120,7 +127,10 @@ def make_plan(
             f"below the {num_sms} SMs of the GPU"
         )
     mean_rows = config.max_tokens * num_ranks * config.top_k / config.num_experts
-    tiles = choose_tiles(mean_rows)
+    tiles: TilePlan | TilePlanSm100 = choose_tiles(mean_rows)
+    scale_columns = WINDOW_COLUMNS
+    if family == "sm100":
+        tiles, scale_columns = tiles_sm100.choose_tiles(mean_rows), MX_COLUMNS
     shape = WorkspaceShape(
         hidden=config.hidden,
         intermediate=config.intermediate,
@@ -132,6 +142,7 @@ def make_plan(
         slot_rows=tiles.max_width,
         block_rows=tiles.max_width,
         header_words=max(HEADER_WORDS, dispatch_sms),
+        scale_columns=scale_columns,
     )
     slot_bytes = tiles.max_width * (shape.row_stride + config.intermediate)
     most_slots = MAX_RING_BYTES // slot_bytes
