@@ -14,7 +14,8 @@ from gcmoe.config import MoEConfig
 from gcmoe.errors import KernelCacheCorrupt, KernelNotCached
 from gcmoe.kernels import build
 from gcmoe.kernels.build import CompiledKernel
-from gcmoe.kernels.spec import KernelSpec, kernel_spec
+from gcmoe.kernels.spec import KernelSpec, kernel_spec, kernel_specs
+from gcmoe.models import get_model
 from gcmoe.plan import make_plan
 from gcmoe.protocol import Role
 
@@ -338,3 +339,18 @@ def test_every_role_compiles_into_the_cache(role, tmp_path, monkeypatch):
     without_dsl(monkeypatch)
     again = build.get_kernel(spec, tmp_path)
     assert (again.cubin, again.smem_bytes) == (kernel.cubin, kernel.smem_bytes)
+
+
+@pytest.mark.compile
+def test_the_command_fills_the_cache_for_blackwell(tmp_path, monkeypatch, capsys):
+    """And the folder serves a machine without the compiler, for a GPU with other SMs too."""
+    pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
+    from gcmoe import cli
+
+    words = "compile --arch sm_103a --model deepseek-v4.1-flash --ranks 8 --max-tokens 64 --out"
+    assert cli.main([*words.split(), str(tmp_path)]) == 0
+    assert capsys.readouterr().out.count("compiled") == 3
+    without_dsl(monkeypatch)
+    plan = make_plan(get_model("deepseek-v4.1-flash").config(64), 8, 160, family="sm100")
+    for spec in kernel_specs(plan, "sm_103a"):
+        assert build.get_kernel(spec, tmp_path).from_cache
