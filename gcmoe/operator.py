@@ -21,8 +21,9 @@ from gcmoe.errors import (
 )
 from gcmoe.kernels.build import get_kernel
 from gcmoe.kernels.spec import TRACE_WORDS, KernelSpec, kernel_specs
-from gcmoe.numerics import PackedWeights, packed_layout
+from gcmoe.numerics import Packed, packed_form
 from gcmoe.plan import LayerPlan, make_plan
+from gcmoe.plan.targets import family_of
 from gcmoe.protocol import NUM_CALLS, Role
 from gcmoe.runtime import checks, faults, probe
 from gcmoe.runtime import device as devices
@@ -30,14 +31,14 @@ from gcmoe.runtime.agreement import (
     BUDGET_SHARE,
     arguments_fingerprint,
     build_fingerprint,
+    draft_plan,
     finalize_grid,
     initial_words,
     require_config,
-    require_whole_ring,
 )
 from gcmoe.runtime.graph import LayerGraph, replay_order
 from gcmoe.runtime.group import RankGroup
-from gcmoe.runtime.launch import Arguments
+from gcmoe.runtime.launch import WEIGHTS, Arguments
 from gcmoe.runtime.memory import (
     HostRecord,
     Stats,
@@ -82,11 +83,12 @@ class MoE:
     Attributes:
         config, group, device: as given.
         rank, num_ranks: of the group.
+        family: of kernels, by device; what ``gcmoe.pack`` takes as ``arch``.
         plan: ``LayerPlan``, equal on all ranks.
         report: ``PartitionReport``, what the driver gave this rank.
 
     Raises:
-        UnsupportedDevice: no GPU of compute capability 9.0, an old driver, or no peer atomics.
+        UnsupportedDevice: no GPU that there are kernels for, an old driver, or no peer atomics.
         UnsupportedConcurrency: the kernels of a replay do not run at once; on all ranks.
         PeerTimeout: the probe did not end, because a rank was not heard; on all ranks.
         KernelNotCached: a kernel is missing and cannot be compiled here.
@@ -121,17 +123,22 @@ class MoE:
         def read_arguments() -> tuple[LayerPlan, dict[str, str]]:
             require_config(config)
             self._initial = initial_words(initial)
-            plan = make_plan(
-                config, self.num_ranks, dispatch_sms=dispatch_sms, ring_slots=ring_slots
-            )
-            if serial:
-                require_whole_ring(plan)
+            asked = config, self.num_ranks, dispatch_sms, ring_slots, serial
+            draft_plan(*asked, "sm90")
             self.device = devices.choose_device(device)  # the errors above need no GPU
+            self._arch = devices.arch_of(self.device)
+            self.family = family_of(self._arch)
+            plan = draft_plan(*asked, self.family)
             current.enter_context(devices.guard(self.device))
             if devices.is_capturing():
                 raise CaptureError("an operator cannot be created inside a graph capture")
             return plan, arguments_fingerprint(
-                plan, serial=serial, trace=trace, initial=self._initial, jitter_ns=jitter_ns
+                plan,
+                arch=self._arch,
+                serial=serial,
+                trace=trace,
+                initial=self._initial,
+                jitter_ns=jitter_ns,
             )
 
         with ExitStack() as current:
@@ -158,6 +165,7 @@ class MoE:
                 with suppress(Exception):
                     devices.release(self.device, self._owned[::-1])
                 raise
+        devices.warn_if_not_yet_run(self._arch)
         self._next_call = 0
         self._layers: list[Layer] = []
         self._is_warm = False
@@ -184,6 +192,7 @@ class MoE:
             given + rest,
             dispatch_sms=given,
             ring_slots=ring_slots,
+            family=self.family,
         )
         if self.plan.dispatch_sms != given:
             raise UnsupportedDevice(
@@ -192,7 +201,7 @@ class MoE:
             )
         self._specs: dict[Role, KernelSpec] = {
             spec.role: spec
-            for spec in kernel_specs(self.plan, devices.ARCH, trace=trace, jitter_ns=jitter_ns)
+            for spec in kernel_specs(self.plan, self._arch, trace=trace, jitter_ns=jitter_ns)
         }
         self._kernels = {
             role: load_kernel(spec, get_kernel(spec, cache_dir), self._index, self._partition)
@@ -242,17 +251,12 @@ class MoE:
         blocks[Role.COMPUTE].encode_ring_maps(self._workspace.address)
         return blocks
 
-    def _arguments(self, call: int, weights: PackedWeights) -> dict[Role, Arguments]:
+    def _arguments(self, call: int, weights: Packed) -> dict[Role, Arguments]:
         """Argument blocks of a layer, apart from what each call brings."""
         blocks = self._blocks(BUDGET_SHARE)
         blocks[Role.DISPATCH].set(call=call)
-        compute = blocks[Role.COMPUTE]
-        compute.set(
-            w13=weights.w13.data_ptr(),
-            w13_row_scale=weights.w13_row_scale.data_ptr(),
-            w2=weights.w2.data_ptr(),
-            w2_row_scale=weights.w2_row_scale.data_ptr(),
-        )
+        addresses = {name: getattr(weights, name).data_ptr() for name in WEIGHTS[self.family]}
+        blocks[Role.COMPUTE].set_weights(addresses)
         return blocks
 
     def _probe(self) -> None:
@@ -264,7 +268,8 @@ class MoE:
             size = probe.weight_bytes(self.plan.workspace, self._grids[Role.COMPUTE])
             room[:] = [torch.empty(size, dtype=torch.uint8, device=self.device)]
             blocks = self._blocks(shares)
-            blocks[Role.COMPUTE].set(**dict.fromkeys(probe.WEIGHTS, room[0].data_ptr()))
+            names = WEIGHTS[self.family]
+            blocks[Role.COMPUTE].set_weights(dict.fromkeys(names, room[0].data_ptr()))
             return LayerGraph(self._kernels, blocks, self._grids, self._partition, self.serial)
 
         def verdict(is_last: bool) -> probe.Verdict:
@@ -285,7 +290,7 @@ class MoE:
 
     # -------------------------------------------------------------------------------- public
 
-    def bind(self, packed: PackedWeights) -> Layer:
+    def bind(self, packed: Packed) -> Layer:
         """A layer with these weights. All ranks bind the same layers in the same order.
 
         The layer keeps the tensors' addresses: values written into them later, by
@@ -293,21 +298,17 @@ class MoE:
         operator keeps ``packed`` alive until ``close()``.
 
         Args:
-            packed: this rank's EL experts, on the operator's device.
+            packed: this rank's EL experts, on the operator's device, packed for its family.
 
         Raises:
             OperatorClosed: after ``close()``.
-            TypeError, ValueError: not packed weights for sm90, or not of this layer's shapes,
-                dtypes or device.
+            TypeError, ValueError: not packed weights for this family, or not of this layer's
+                shapes, dtypes or device.
         """
         self._require_open()
-        if not isinstance(packed, PackedWeights):
-            raise TypeError(
-                f"packed must be PackedWeights, as gcmoe.pack returns, got {type(packed).__name__}"
-            )
         shape = self.plan.workspace
-        layout = packed_layout(shape.local_experts, shape.hidden, shape.intermediate)
-        checks.require_weights(packed, layout, shape, self.device)
+        sizes = shape.local_experts, shape.hidden, shape.intermediate
+        checks.require_weights(packed, *packed_form(self.family, *sizes), shape, self.device)
         call = self._next_call % NUM_CALLS
         self._next_call += 1
         layer = Layer(self, packed, call)
@@ -453,7 +454,7 @@ class MoE:
 class Layer:
     """One MoE layer: the operator with one set of weights. Made by :meth:`MoE.bind`."""
 
-    def __init__(self, op: MoE, packed: PackedWeights, call: int) -> None:
+    def __init__(self, op: MoE, packed: Packed, call: int) -> None:
         self.op = op
         self.packed = packed
         self.call = call
