@@ -2,7 +2,7 @@
 
 A register with one definition by an instruction of :data:`OPERATIONS` is computed from its
 operands. Every other register is an input: a loop variable, which has several definitions, or what
-a load or another instruction brings. Shared memory begins at :data:`SHARED_BASE`.
+a load or another instruction brings. Shared memory begins where the machine puts it.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-SHARED_BASE = 1024
-"""Where the driver puts dynamic shared memory on sm_100: behind the 1 KiB that it keeps."""
+from ptx_machine import SHARED_BASE
 
 OPERATIONS: dict[str, Callable[..., int]] = {
     "mov": lambda a: a,
