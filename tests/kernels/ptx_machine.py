@@ -278,7 +278,7 @@ class Machine:
         from ptx_operations import decode
 
         for launch in launches:
-            launch.steps, launch.num_registers = decode(launch)
+            launch.steps, launch.num_registers = decode(launch.program)
             launch.ctas = [Cta(self, launch, n) for n in range(launch.grid)]
         ctas = [cta for launch in launches for cta in launch.ctas]
         warps = [warp for cta in ctas for warp in cta.warps]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
@@ -20,12 +21,11 @@ from ptx_machine import (
     FAILED_POLL,
     LANES,
     SHARED_BASE,
-    Launch,
     MBarrier,
     Step,
     Warp,
 )
-from ptx_text import Instruction
+from ptx_text import Instruction, Program
 
 from gcmoe.numerics import encode_e4m3
 
@@ -36,6 +36,7 @@ PARAMETERS = 0x7F00_0000_0000
 """Where parameters seem to lie: one every ``PARAMETER_SPAN`` bytes."""
 
 
+@cache
 def bits_of(kind: str) -> int:
     return 1 if kind == "pred" else int(re.sub(r"\D", "", kind)[:2])
 
@@ -70,8 +71,8 @@ def pattern(value: Array, kind: str) -> Array:
 class Decoder:
     """Operands of one kernel: names to places in the register file."""
 
-    def __init__(self, launch: Launch) -> None:
-        self.launch, self.names = launch, {"_": 0}
+    def __init__(self, program: Program) -> None:
+        self.program, self.names = program, {"_": 0}
 
     def register(self, name: str) -> int:
         return self.names.setdefault(name, len(self.names))
@@ -96,7 +97,7 @@ class Decoder:
         if text.startswith("__dynamic_shmem__"):
             shared = np.full(LANES, SHARED_BASE, dtype=np.uint64)
             return lambda w: shared
-        if text.startswith(self.launch.program.name + "_param_"):
+        if text.startswith(self.program.name + "_param_"):
             place = PARAMETERS + PARAMETER_SPAN * int(text.rpartition("_")[2])
             address = np.full(LANES, place, dtype=np.uint64)
             return lambda w: address
@@ -407,7 +408,7 @@ def elect(ins: Instruction, d: Decoder) -> Step:
 
 
 def branch(ins: Instruction, d: Decoder) -> Step:
-    target = d.launch.program.labels[ins.operands[0]]
+    target = d.program.labels[ins.operands[0]]
     guard, negated = d.get(ins.guard) if ins.guard else None, ins.negated
 
     def run(w: Warp, pc: int, mask: Array) -> int:
@@ -553,10 +554,11 @@ def guarded(step: Step, guard: Getter, negated: bool) -> Step:
     return Step(run, changes=step.changes)
 
 
-def decode(launch: Launch) -> tuple[list[Step], int]:
+@lru_cache(maxsize=16)
+def decode(program: Program) -> tuple[list[Step], int]:
     """Steps of a kernel and the number of its registers."""
-    decoder = Decoder(launch)
-    steps = [decode_one(ins, decoder) for ins in launch.program.instructions]
+    decoder = Decoder(program)
+    steps = [decode_one(ins, decoder) for ins in program.instructions]
     return steps, len(decoder.names) + 1
 
 

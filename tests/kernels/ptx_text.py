@@ -29,7 +29,7 @@ class Instruction:
         return self.operation.split(".")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Program:
     """The body of the one kernel of a text; ``labels`` are indices of instructions."""
 
