@@ -36,6 +36,7 @@ COMMANDS = (
     Command(
         "demo", "gcmoe.demo", "one layer against the oracle: on the GPU, else simulated", "run"
     ),
+    Command("tile", "gcmoe.tile", "the compute kernel alone on a Blackwell GPU, step by step"),
     Command("sim", "gcmoe.sim.report", "run the protocol on the CPU under chosen interleavings"),
     Command("compile", "gcmoe.kernels.compile", "compile kernels into the cache; needs no GPU"),
 )

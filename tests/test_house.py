@@ -36,7 +36,8 @@ ARROWS: dict[str, set[str]] = {
     "sim": {"protocol", "numerics"},
     "integrations": OPERATOR | {"operator"},
     "demo": TOP,
-    "cli": TOP | {"demo"},
+    "tile": TOP,
+    "cli": TOP | {"demo", "tile"},
     "__main__": {"cli"},
 }
 # What all architectures have, and what only Blackwell has; both emit through ``ptx.emit``.

@@ -275,6 +275,15 @@ class Machine:
         Raises:
             Deadlock: nothing moves any more; names where every warp waits.
         """
+        threads = torch.get_num_threads()
+        # The operations are small: a second thread would only spin.
+        torch.set_num_threads(1)
+        try:
+            self._run(launches)
+        finally:
+            torch.set_num_threads(threads)
+
+    def _run(self, launches: Sequence[Launch]) -> None:
         from ptx_operations import decode
 
         for launch in launches:
