@@ -17,7 +17,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.gcmoe-ready
 PYTEST_ARGS ?=
 
-.PHONY: help setup demo test test-gpu lint format docs
+.PHONY: help setup demo test test-gpu lint format fit docs plots
 
 help: ## list the targets
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/make \1\t\2/p' Makefile | expand -t 16
@@ -41,8 +41,15 @@ lint: $(STAMP) ## ruff and mypy
 format: $(STAMP) ## rewrite files as ruff wants them
 	@$(BIN)/python -m ruff format .
 
-docs: $(STAMP) ## regenerate docs/protocol.md
+plots: $(STAMP) ## pictures and docs/benchmarks.md, from the records in bench/results
+	@$(BIN)/python -m bench.plots
+
+fit: $(STAMP) ## derive the constants of gcmoe plan from the newest record of V4-Flash
+	@$(BIN)/python -m gcmoe.plan.fit --write
+
+docs: $(STAMP) ## regenerate docs/protocol.md and docs/kernels.md (compiles all kernels)
 	@$(BIN)/python -m gcmoe.protocol.document docs/protocol.md
+	$(BIN)/python -m gcmoe.kernels.document docs/kernels.md
 
 $(STAMP): pyproject.toml Makefile
 	@on_system=0

@@ -8,10 +8,13 @@ nor a GPU. Such a module offers ``main(namespace) -> int | None`` and, where it 
 from __future__ import annotations
 
 import argparse
+import os
+import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from pathlib import Path
 from types import ModuleType
 
 from gcmoe import __version__
@@ -39,13 +42,18 @@ COMMANDS = (
     Command("tile", "gcmoe.tile", "the compute kernel alone on a Blackwell GPU, step by step"),
     Command("sim", "gcmoe.sim.report", "run the protocol on the CPU under chosen interleavings"),
     Command("compile", "gcmoe.kernels.compile", "compile kernels into the cache; needs no GPU"),
+    Command("bench", "gcmoe.cli", "time the layer and its peers: python -m bench of a checkout"),
+    Command("plan", "gcmoe.plan.report", "SM split, tiles, ring and predicted time; needs no GPU"),
+    Command("trace", "gcmoe.trace", "timeline of one replay, as a Perfetto trace and a PNG"),
 )
+CHECKOUT = Path(__file__).resolve().parents[1]
 
 # Modules that an optional dependency provides, and how to get it.
 REMEDIES = {
     "cutlass": "pip install 'gc-moe[compile]'",
     "cuda": "pip install cuda-bindings",
     "torch": "pip install torch",
+    "matplotlib": "pip install 'gc-moe[bench]'",
 }
 
 
@@ -65,9 +73,25 @@ def build_parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     return parser
 
 
+def run_bench(words: Sequence[str]) -> int:
+    """``python -m bench`` of the checkout around this package, as a process; its exit status."""
+    if not (CHECKOUT / "bench" / "__main__.py").is_file():
+        print(f"gcmoe: bench comes with a checkout, there is none at {CHECKOUT}", file=sys.stderr)
+        return 2
+    known = os.environ.get("PYTHONPATH")
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, (str(CHECKOUT), known))),
+    }
+    command = [sys.executable, "-P", "-m", "bench", *words]
+    return subprocess.run(command, env=environment, check=False).returncode
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a sub-command; its exit status, 1 for a reported error, 2 for a missing dependency."""
     words = list(sys.argv[1:] if argv is None else argv)
+    if words[:1] == ["bench"]:
+        return run_bench(words[1:])
     try:
         namespace = build_parser(words).parse_args(words)
         return int(namespace.run(namespace) or 0)

@@ -20,7 +20,8 @@ from gcmoe.errors import (
     UnsupportedDevice,
 )
 from gcmoe.kernels.build import get_kernel
-from gcmoe.kernels.spec import TRACE_WORDS, KernelSpec, kernel_specs
+from gcmoe.kernels.spec import KernelSpec, kernel_specs
+from gcmoe.kernels.trace_words import TRACE_WORDS
 from gcmoe.numerics import Packed, packed_form
 from gcmoe.plan import LayerPlan, make_plan
 from gcmoe.plan.targets import family_of
@@ -71,6 +72,8 @@ class MoE:
         group: a ``torch.distributed`` process group of R ranks, one GPU each; None is one rank.
         serial: run dispatch before compute, not beside it: slower, for debuggers and comparisons.
             Needs a ring that holds every block of a replay.
+        one_context: launch in the primary context, without partitions; for comparisons.
+        prefetch: compute loads weights before it knows the routes; False is for comparisons.
         dispatch_sms: SMs of the dispatch partition, rounded up by the driver; None decides by
             capacity.
         ring_slots: S, a power of two; None decides by capacity.
@@ -103,6 +106,8 @@ class MoE:
         group: Any | None = None,
         *,
         serial: bool = False,
+        one_context: bool = False,
+        prefetch: bool = True,
         dispatch_sms: int | None = None,
         ring_slots: int | None = None,
         device: torch.device | str | int | None = None,
@@ -132,22 +137,17 @@ class MoE:
             current.enter_context(devices.guard(self.device))
             if devices.is_capturing():
                 raise CaptureError("an operator cannot be created inside a graph capture")
-            return plan, arguments_fingerprint(
-                plan,
-                arch=self._arch,
-                serial=serial,
-                trace=trace,
-                initial=self._initial,
-                jitter_ns=jitter_ns,
-            )
+            launch = {"serial": serial, "one_context": one_context, "initial": self._initial}
+            return plan, arguments_fingerprint(plan, arch=self._arch, **launch, **build)
 
+        build = {"trace": trace, "jitter_ns": jitter_ns, "prefetch": prefetch}
         with ExitStack() as current:
             draft, fingerprint = self._ranks.together("reading the arguments", read_arguments)
             self._index = -1 if self.device.index is None else self.device.index
             self._ranks.require_equal(fingerprint)
             self._ranks.together(
                 "creating the operator",
-                lambda: self._prepare(draft.dispatch_sms, ring_slots, cache_dir, trace, jitter_ns),
+                lambda: self._prepare(draft, ring_slots, cache_dir, one_context, build),
             )
             self._ranks.require_equal(build_fingerprint(self.plan, self._kernels))
             if self.num_ranks > 1:
@@ -175,34 +175,27 @@ class MoE:
 
     def _prepare(
         self,
-        dispatch_sms: int,
+        draft: LayerPlan,
         ring_slots: int | None,
         cache_dir: str | os.PathLike[str] | None,
-        trace: bool,
-        jitter_ns: int,
+        one_context: bool,
+        build: dict[str, Any],
     ) -> None:
         """What needs no peer: partition, plan, kernels."""
         devices.require_device(self.device)
-        self._partition: Partition = get_partition(self.device, dispatch_sms)
+        self._partition: Partition = get_partition(self.device, draft.dispatch_sms, one_context)
         self.report: PartitionReport = self._partition.report
         given, rest = self.report.dispatch_sms, self.report.compute_sms
-        self.plan = make_plan(
-            self.config,
-            self.num_ranks,
-            given + rest,
-            dispatch_sms=given,
-            ring_slots=ring_slots,
-            family=self.family,
-        )
+        split: dict[str, Any] = {"num_sms": given + rest, "dispatch_sms": given}
+        split["family"] = self.family
+        self.plan = make_plan(self.config, self.num_ranks, ring_slots=ring_slots, **split)
         if self.plan.dispatch_sms != given:
             raise UnsupportedDevice(
                 f"a dispatch partition in steps that the plan knows is required "
                 f"({self.plan.dispatch_sms} SMs); the driver gives {given}"
             )
-        self._specs: dict[Role, KernelSpec] = {
-            spec.role: spec
-            for spec in kernel_specs(self.plan, self._arch, trace=trace, jitter_ns=jitter_ns)
-        }
+        specs = kernel_specs(self.plan, self._arch, **build)
+        self._specs: dict[Role, KernelSpec] = {spec.role: spec for spec in specs}
         self._kernels = {
             role: load_kernel(spec, get_kernel(spec, cache_dir), self._index, self._partition)
             for role, spec in self._specs.items()
@@ -422,7 +415,9 @@ class MoE:
         return self._workspace.view(region)
 
     def trace_records(self) -> dict[Role, Tensor]:
-        """Timestamps of the last call: int64 [grid, 16] on the CPU, by role. Waits for the device.
+        """Timestamps of the last call: int64 [grid, TRACE_WORDS] on the CPU, by role.
+
+        The words are those of :mod:`gcmoe.kernels.trace_words`. Waits for the device.
 
         Raises:
             ValueError: the operator was created without ``trace``.

@@ -22,7 +22,8 @@ from torch import Tensor
 from gcmoe.config import MoEConfig
 from gcmoe.errors import UnsupportedDevice
 from gcmoe.kernels.build import get_kernel
-from gcmoe.kernels.spec import TRACE_WORDS, KernelSpec, kernel_spec
+from gcmoe.kernels.spec import KernelSpec, kernel_spec
+from gcmoe.kernels.trace_words import TRACE_WORDS, ComputeTrace
 from gcmoe.numerics import (
     ExpertWeights,
     PackedWeightsSm100,
@@ -51,13 +52,12 @@ SECONDS = 5.0
 MIN_EQUAL_CODES = 0.98
 MAX_RELATIVE_L2 = 5e-3
 MARKS = {
-    1: "started",
-    2: "saw the routes",
-    3: "saw the block and loads tokens",
-    5: "finished its W1 items",
-    7: "published everything",
+    ComputeTrace.START: "started",
+    ComputeTrace.ROUTES: "saw the routes",
+    ComputeTrace.FIRST_BLOCK: "saw the block",
+    ComputeTrace.W1_OVER: "left their W1 items",
+    ComputeTrace.END: "published everything",
 }
-"""Words of the trace of the compute kernel."""
 
 
 class Hang(Exception):

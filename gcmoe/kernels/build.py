@@ -49,7 +49,14 @@ CACHE_ENVIRONMENT = "GCMOE_CACHE"
 PACKAGE = Path(__file__).resolve().parent.parent
 SOURCE_FOLDERS = ("kernels", "protocol", "plan")
 # Files of those folders that shape no kernel.
-HOST_FILES = ("kernels/build.py", "kernels/compile.py", "protocol/document.py")
+HOST_FILES = (
+    *(f"kernels/{name}.py" for name in ("build", "compile", "document")),
+    *(
+        f"plan/{name}.py"
+        for name in ("fit", "fitted", "gpus", "predict", "published", "report", "routing")
+    ),
+    "protocol/document.py",
+)
 DSL_PACKAGE = "nvidia-cutlass-dsl"
 
 
@@ -137,6 +144,17 @@ def check_ptx(ptx: str, spec: KernelSpec) -> None:
 
 def cubin_registers(cubin: bytes) -> int | None:
     """Registers per thread at launch, of a cubin with one kernel; None where it does not tell."""
+    return _cubin_attribute(cubin, 0x2F)  # EIATTR_REGCOUNT
+
+
+def cubin_stack(cubin: bytes) -> int | None:
+    """Bytes of stack per thread, of a cubin with one kernel: more than 0 means that it spills or
+    indexes registers; None where it does not tell."""
+    return _cubin_attribute(cubin, 0x11)  # EIATTR_FRAME_SIZE
+
+
+def _cubin_attribute(cubin: bytes, attribute: int) -> int | None:
+    """A value of the section ``.nv.info`` of a cubin with one kernel."""
     try:
         (table,) = struct.unpack_from("<Q", cubin, 40)
         entry_size, count, names_index = struct.unpack_from("<HHH", cubin, 58)
@@ -147,18 +165,18 @@ def cubin_registers(cubin: bytes) -> int | None:
         for name, _, _, _, offset, size in headers:
             start = names + name
             if cubin[start : cubin.index(b"\0", start)] == b".nv.info":
-                return _register_attribute(cubin[offset : offset + size])
+                return _attribute_value(cubin[offset : offset + size], attribute)
     except (struct.error, ValueError, IndexError):
         pass
     return None
 
 
-def _register_attribute(info: bytes) -> int | None:
-    """The value of EIATTR_REGCOUNT in ``.nv.info``: records of format, attribute, size, payload."""
-    sized_value, register_count, at = 4, 0x2F, 0
+def _attribute_value(info: bytes, wanted: int) -> int | None:
+    """The value of an attribute in ``.nv.info``: records of format, attribute, size, payload."""
+    sized_value, at = 4, 0
     while at + 4 <= len(info):
         form, attribute, size = struct.unpack_from("<BBH", info, at)
-        if (form, attribute) == (sized_value, register_count):
+        if (form, attribute) == (sized_value, wanted):
             return int(struct.unpack_from("<II", info, at + 4)[1])
         at += 4 + (size if form == sized_value else 0)
     return None

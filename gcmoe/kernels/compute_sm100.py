@@ -16,7 +16,8 @@ from gcmoe.kernels.mma_sm100 import MmaIssuer
 from gcmoe.kernels.output_sm100 import EPILOGUE_WARPS, WARP, Epilogue, Publisher
 from gcmoe.kernels.params import PeerTable
 from gcmoe.kernels.records import QUEUE_ENTRIES, RECORD_WORDS, Kind, Word
-from gcmoe.kernels.spec import TRACE_WORDS, KernelSpec
+from gcmoe.kernels.spec import KernelSpec
+from gcmoe.kernels.trace_words import TRACE_WORDS, ComputeTrace, ItemTrace
 from gcmoe.plan.tiles_sm100 import MMA_COLUMNS
 from gcmoe.protocol import BlockEntry, WorkOrder
 from gcmoe.protocol.edges import ROUTES, TICKET
@@ -119,20 +120,25 @@ class ComputeKernelSm100:
         stages, width, queue = self.tiles.stages, self.tiles.max_width, QUEUE_ENTRIES
         array, align = cute.struct.MemRange, cute.struct.Align
         barriers = {name: array[I64, count] for name, (count, _) in self._barriers().items()}
-        return barriers | {
-            "poisoned": array[U32, 1],
-            "first_ticket": array[U32, 1],
-            "columns": array[U32, 1],
-            "out_record": array[U32, RECORD_WORDS],
-            "records": align[array[U32, queue * RECORD_WORDS], 128],
-            "weights": align[array[U32, queue * width], 128],
-            "out_scale": align[array[U32, layout.ATOM_BYTES // 4], 128],
-            "w_scale": align[array[U8, stages * layout.SCALE_BYTES], 128],
-            "x_scale": align[array[U8, stages * layout.ATOM_BYTES], 128],
-            "stage": align[array[U8, width * layout.OUTPUT_STRIDE], 128],
-            "w": align[array[U8, stages * layout.CODE_SHARED_BYTES], 1024],
-            "x": align[array[U8, stages * width * layout.WINDOW], 1024],
-        }
+        traced = {"traced": array[U32, len(ItemTrace)]} if self.spec.trace else {}
+        return (
+            barriers
+            | traced
+            | {
+                "poisoned": array[U32, 1],
+                "first_ticket": array[U32, 1],
+                "columns": array[U32, 1],
+                "out_record": array[U32, RECORD_WORDS],
+                "records": align[array[U32, queue * RECORD_WORDS], 128],
+                "weights": align[array[U32, queue * width], 128],
+                "out_scale": align[array[U32, layout.ATOM_BYTES // 4], 128],
+                "w_scale": align[array[U8, stages * layout.SCALE_BYTES], 128],
+                "x_scale": align[array[U8, stages * layout.ATOM_BYTES], 128],
+                "stage": align[array[U8, width * layout.OUTPUT_STRIDE], 128],
+                "w": align[array[U8, stages * layout.CODE_SHARED_BYTES], 1024],
+                "x": align[array[U8, stages * width * layout.WINDOW], 1024],
+            }
+        )
 
     # ------------------------------------------------------------------- host side
 
@@ -281,7 +287,9 @@ class ComputeKernelSm100:
             ptx.shared_store(at["poisoned"], U32(0))
             if cutlass.const_expr(self.spec.trace):
                 ptx.store_u64(events, cutlass.Uint64(ptx.sm_id()))
-            sync.mark(self.spec, events, 1)
+                for word in cutlass.range_constexpr(len(ItemTrace)):
+                    ptx.shared_store(at["traced"] + 4 * word, U32(0))
+            sync.mark(self.spec, events, ComputeTrace.START)
         if tid < layout.ATOM_BYTES // 4:
             ptx.shared_store(at["out_scale"] + tid * 4, U32(0))
 
@@ -305,7 +313,7 @@ class ComputeKernelSm100:
             else:
                 ok, routes = sync.await_generation(ROUTES, workspace + offsets["routes"], env)
                 num_blocks = U32(routes)
-            sync.mark(self.spec, events, 2)
+            sync.mark(self.spec, events, ComputeTrace.ROUTES)
             if ok == 0:
                 num_blocks = U32(0)
                 ptx.shared_store(at["poisoned"], U32(1))

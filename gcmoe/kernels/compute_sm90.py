@@ -13,8 +13,9 @@ from gcmoe.kernels import ptx, sync
 from gcmoe.kernels.output_sm90 import STAGE_STRIDE, TILE_ROWS, TileOutput
 from gcmoe.kernels.params import PeerTable
 from gcmoe.kernels.records import QUEUE_ENTRIES, RECORD_WORDS, Kind, Word
-from gcmoe.kernels.spec import TRACE_WORDS, KernelSpec
+from gcmoe.kernels.spec import KernelSpec
 from gcmoe.kernels.tokens_sm90 import TokenFeed
+from gcmoe.kernels.trace_words import TRACE_WORDS, ComputeTrace, ItemTrace
 from gcmoe.protocol import BlockEntry, WorkOrder
 from gcmoe.protocol.edges import ROUTES, TICKET
 
@@ -71,7 +72,7 @@ class ComputeKernel:
         self.w2_units = (self.w2_windows + 1) // 2
         self.w1_tiles = shape.intermediate // 128
         self.w2_tiles = shape.hidden // TILE_ROWS
-        self.guessed_units = min(self.stages, self.w1_units)
+        self.guessed_units = min(self.stages, self.w1_units) if spec.prefetch else 0
         self.order = WorkOrder(shape.num_slots, self.w1_tiles, self.w2_tiles)
         self.feed = TokenFeed(spec)
         self.output = TileOutput(spec)
@@ -86,7 +87,7 @@ class ComputeKernel:
         """Shared memory by name; the order keeps the padding small."""
         stages, width, queue = self.stages, self.max_width, QUEUE_ENTRIES
         array, align = cute.struct.MemRange, cute.struct.Align
-        return {
+        fields = {
             "full_w": array[I64, stages],
             "full_x": array[I64, stages],
             "empty": array[I64, stages],
@@ -112,6 +113,9 @@ class ComputeKernel:
             "x": align[array[F8, stages * width * 256], 1024],
             "w": align[array[U32, stages * mma.UNIT_BYTES // 4], 128],
         }
+        if self.spec.trace:
+            fields["traced"] = array[U32, len(ItemTrace)]
+        return fields
 
     # ------------------------------------------------------------------- host side
 
@@ -248,7 +252,9 @@ class ComputeKernel:
             ptx.shared_store(at["poisoned"], U32(0))
             if cutlass.const_expr(self.spec.trace):
                 ptx.store_u64(events, U64(ptx.sm_id()))
-            sync.mark(self.spec, events, 1)
+                for word in cutlass.range_constexpr(len(ItemTrace)):
+                    ptx.shared_store(at["traced"] + 4 * word, U32(0))
+            sync.mark(self.spec, events, ComputeTrace.START)
         if tid < 2 * self.max_width:
             ptx.shared_store(at["amax"] + tid * 4, U32(0))
         mma.fill_decode_table(at["lut"], tid)
@@ -273,7 +279,7 @@ class ComputeKernel:
             else:
                 ok, routes = sync.await_generation(ROUTES, workspace + offsets["routes"], env)
                 num_blocks = U32(routes)
-            sync.mark(self.spec, events, 2)
+            sync.mark(self.spec, events, ComputeTrace.ROUTES)
             if ok == 0:
                 num_blocks = U32(0)
                 ptx.shared_store(at["poisoned"], U32(1))
@@ -469,8 +475,13 @@ class ComputeKernel:
             rows = ptx.shared_load(record + int(Word.ROWS) * 4)
             if cutlass.const_expr(self.spec.trace):
                 if (tid == 0) & (kind != U32(int(Kind.W1))) & (was_w1 != 0):
-                    sync.mark(self.spec, events, 5)
+                    sync.mark(self.spec, events, ComputeTrace.W1_OVER)
                     was_w1 = I32(0)
+                if (tid == 0) & (kind != U32(int(Kind.STOP))):
+                    what = U64(kind) | (U64(rows) << U64(8)) | (U64(tile) << U64(24))
+                    what = what | (U64(slot) << U64(40))
+                    sync.record_item(self.spec, at, events, ItemTrace.WHAT, what)
+                    sync.mark_item(self.spec, at, events, ItemTrace.START)
             if kind == U32(int(Kind.STOP)):
                 go = I32(0)
             units = I32(self.w1_units)
@@ -489,6 +500,9 @@ class ComputeKernel:
                         s,
                         parity,
                     )
+            if cutlass.const_expr(self.spec.trace):
+                if (tid == 0) & (go != 0):
+                    sync.mark_item(self.spec, at, events, ItemTrace.END)
             cute.arch.sync_warp()
             with cute.arch.elect_one():
                 ptx.mbarrier_arrive(at["item_free"] + q * 8)
@@ -499,6 +513,9 @@ class ComputeKernel:
         ptx.mbarrier_wait(at["out_free"], phases[0])
         if tid == 0:
             ptx.shared_store(at["out_record"] + int(Word.KIND) * 4, U32(int(Kind.STOP)))
+            if cutlass.const_expr(self.spec.trace):
+                count = ptx.shared_load(at["traced"] + 4 * int(ItemTrace.END))
+                ptx.store_u64(events + 8 * int(ComputeTrace.ITEMS), U64(count))
         cute.arch.sync_warp()
         with cute.arch.elect_one():
             ptx.mbarrier_arrive(at["out_full"])

@@ -6,7 +6,6 @@ each hand-off are the rows of ``gcmoe.protocol.edges``.
 
 from __future__ import annotations
 
-from enum import IntEnum
 from typing import Any
 
 import cuda.bindings.driver as cuda
@@ -27,7 +26,9 @@ from gcmoe.kernels.dispatch_memory import (
 from gcmoe.kernels.dispatch_send import SendSteps
 from gcmoe.kernels.dispatch_sort import SortSteps
 from gcmoe.kernels.params import PeerTable
-from gcmoe.kernels.spec import TRACE_WORDS, KernelSpec
+from gcmoe.kernels.spec import KernelSpec
+from gcmoe.kernels.trace_words import TRACE_WORDS
+from gcmoe.kernels.trace_words import DispatchTrace as Trace
 from gcmoe.protocol import (
     Cell,
     FaultKind,
@@ -42,21 +43,6 @@ from gcmoe.protocol.faults import NO_PEER
 from gcmoe.protocol.workspace import LINE
 
 U32, U64, I32, I64 = cutlass.Uint32, cutlass.Uint64, cutlass.Int32, cutlass.Int64
-
-
-class Trace(IntEnum):
-    """Words of a CTA's trace record; nanoseconds but for the first."""
-
-    SM = 0
-    START = 1
-    STAGED = 2
-    HEADERS = 3
-    BINNED = 4
-    FIRST_ROW = 5
-    LAST_ROW = 6
-    END = 7
-    ROW_LOADED = 8
-    ROW_STORED = 9
 
 
 @cute.jit

@@ -16,6 +16,7 @@ from gcmoe.kernels.layout_sm100 import (
 )
 from gcmoe.kernels.records import QUEUE_ENTRIES, RECORD_WORDS, Kind, Word
 from gcmoe.kernels.spec import KernelSpec
+from gcmoe.kernels.trace_words import ComputeTrace, ItemTrace
 from gcmoe.protocol.edges import FULL, W1_DONE
 from gcmoe.protocol.faults import NO_PEER
 
@@ -38,7 +39,7 @@ class WeightFeed:
         self.w2_windows = spec.shape.intermediate // WINDOW
         self.w1_tiles = spec.shape.intermediate // WINDOW
         self.w2_tiles = spec.shape.hidden // TILE_ROWS
-        self.guessed_windows = min(self.stages, self.w1_windows)
+        self.guessed_windows = min(self.stages, self.w1_windows) if spec.prefetch else 0
 
     @cute.jit
     def weights_warp(self, at, maps, scales):
@@ -179,13 +180,14 @@ class TokenFeed:
                     if is_w1:
                         self.load_routing_weights(at, workspace, q, slot, ok)
                         if first != 0:
-                            sync.mark(self.spec, events, 3)
+                            sync.mark(self.spec, events, ComputeTrace.FIRST_BLOCK)
                             first = I32(0)
+                        sync.mark_item(self.spec, at, events, ItemTrace.FED)
                         s, parity = self.feed_w1(at, workspace, maps, s, parity, slot, n, ok)
                     else:
                         ptx.mbarrier_arrive(at["item_data"] + q * 8)
                         s, parity, ok = self.feed_w2(
-                            at, workspace, s, parity, slot, n, epoch, ok, env
+                            at, workspace, s, parity, slot, n, epoch, ok, env, events
                         )
                 q += 1
                 if q == QUEUE_ENTRIES:
@@ -238,7 +240,7 @@ class TokenFeed:
         return s, parity
 
     @cute.jit
-    def feed_w2(self, at, workspace, s, parity, slot, n, epoch, ok, env):
+    def feed_w2(self, at, workspace, s, parity, slot, n, epoch, ok, env, events):
         """The windows of a W2 item, each once its bits are flipped; also returns ok."""
         bitmap_cell = workspace + self.shape.offsets["w1_bitmap"] + I64(slot) * 8
         odd = U64(epoch & 1)
@@ -251,6 +253,9 @@ class TokenFeed:
                 ok, bitmap = sync.await_bits(W1_DONE, bitmap_cell, bits, odd, slot, env)
                 sync.after_observe(W1_DONE)
                 seen = bitmap ^ flips
+            if cutlass.const_expr(self.spec.trace):
+                if k == 0:
+                    sync.mark_item(self.spec, at, events, ItemTrace.FED)
             if ok != 0:
                 self.load_activations(at, workspace, s, slot, n, k)
             else:

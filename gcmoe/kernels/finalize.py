@@ -13,7 +13,9 @@ from gcmoe.kernels import ptx, sync
 from gcmoe.kernels.dispatch_memory import at
 from gcmoe.kernels.expert_ids import classify_id, load_expert_id
 from gcmoe.kernels.params import PeerTable
-from gcmoe.kernels.spec import TRACE_WORDS, KernelSpec
+from gcmoe.kernels.spec import KernelSpec
+from gcmoe.kernels.trace_words import TRACE_WORDS
+from gcmoe.kernels.trace_words import FinalizeTrace as Trace
 from gcmoe.protocol import RoutesHeader, is_reached
 from gcmoe.protocol.edges import ARRIVALS, DONE
 from gcmoe.protocol.faults import NO_PEER
@@ -38,15 +40,6 @@ class Word(IntEnum):
     ARRIVALS_BASE = 5
     ARRIVED = 6
     EARLY = 7
-
-
-class Trace(IntEnum):
-    """Words of a CTA's trace record; nanoseconds but for the first."""
-
-    SM = 0
-    START = 1
-    ARRIVED = 2
-    END = 3
 
 
 @cute.jit

@@ -16,6 +16,7 @@ from gcmoe.kernels.layout_sm100 import (
 from gcmoe.kernels.ptx_sm100 import ACCUMULATOR_COLUMNS
 from gcmoe.kernels.records import QUEUE_ENTRIES, RECORD_WORDS, Kind, Word
 from gcmoe.kernels.spec import KernelSpec
+from gcmoe.kernels.trace_words import ComputeTrace, ItemTrace
 from gcmoe.protocol import RowMeta, atom_word
 from gcmoe.protocol.edges import ARRIVALS, EMPTY, W1_DONE
 from gcmoe.protocol.order import W2_COLUMNS
@@ -52,9 +53,8 @@ class Epilogue:
             kind = ptx.shared_load(record + int(Word.KIND) * 4)
             n = ptx.shared_load(record + int(Word.WIDTH) * 4)
             if cutlass.const_expr(self.spec.trace):
-                if (tid == 0) & (kind != U32(int(Kind.W1))) & (was_w1 != 0):
-                    sync.mark(self.spec, events, 5)
-                    was_w1 = I32(0)
+                if tid == 0:
+                    was_w1 = self.trace_start(at, record, events, kind, was_w1)
             if kind == U32(int(Kind.STOP)):
                 go = I32(0)
             else:
@@ -68,6 +68,9 @@ class Epilogue:
                 else:
                     self.w2_tile(at, d, n, tid)
                 ptx100.fence_before_sync()
+                if cutlass.const_expr(self.spec.trace):
+                    if tid == 0:
+                        sync.mark_item(self.spec, at, events, ItemTrace.END)
                 self.hand_over(at, record, tid, b)
                 out_parity ^= 1
                 b += 1
@@ -84,13 +87,35 @@ class Epilogue:
         ptx.mbarrier_wait(at["out_free"], out_parity)
         if tid == 0:
             ptx.shared_store(at["out_record"] + int(Word.KIND) * 4, U32(int(Kind.STOP)))
+            if cutlass.const_expr(self.spec.trace):
+                count = ptx.shared_load(at["traced"] + 4 * int(ItemTrace.END))
+                ptx.store_u64(events + 8 * int(ComputeTrace.ITEMS), U64(count))
         cute.arch.sync_warp()
         with cute.arch.elect_one():
             ptx.mbarrier_arrive(at["out_full"])
 
     @cute.jit
+    def trace_start(self, at, record, events, kind, was_w1):
+        """Record what the item is and when the epilogue got its record; by one thread."""
+        if (kind != U32(int(Kind.W1))) & (was_w1 != 0):
+            sync.mark(self.spec, events, ComputeTrace.W1_OVER)
+            was_w1 = I32(0)
+        if kind != U32(int(Kind.STOP)):
+            what = U64(kind)
+            for word, shift in ((Word.ROWS, 8), (Word.TILE, 24), (Word.SLOT, 40)):
+                value = ptx.shared_load(record + int(word) * 4)
+                what = what | (U64(value) << U64(shift))
+            sync.record_item(self.spec, at, events, ItemTrace.WHAT, what)
+            sync.mark_item(self.spec, at, events, ItemTrace.START)
+        return was_w1
+
+    @cute.jit
     def hand_over(self, at, record, tid, b):
-        """The accumulators back to the MMA warp, the staged tile to the publisher."""
+        """The accumulators back to the MMA warp, the staged tile to the publisher.
+
+        The proxy fence passes the tile to the bulk stores, and orders the reads of routing weights
+        before the bulk load that fills their queue entry again.
+        """
         if tid == 0:
             for word in (Word.KIND, Word.SLOT, Word.TILE, Word.ROWS, Word.WIDTH):
                 value = ptx.shared_load(record + int(word) * 4)
@@ -199,8 +224,11 @@ class Publisher:
                 self.publish_w1(at, workspace, lane, slot, tile, n)
             else:
                 self.publish_w2(at, workspace, lane, slot, tile, rows)
+            if cutlass.const_expr(self.spec.trace):
+                if (lane == 0) & (go != 0):
+                    sync.mark_item(self.spec, at, events, ItemTrace.PUBLISHED)
         if lane == 0:
-            sync.mark(self.spec, events, 7)
+            sync.mark(self.spec, events, ComputeTrace.END)
 
     @cute.jit
     def publish_w1(self, at, workspace, lane, slot, tile, n):

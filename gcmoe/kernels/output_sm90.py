@@ -8,6 +8,7 @@ import cutlass.cute as cute
 from gcmoe.kernels import ptx, sync
 from gcmoe.kernels.records import Kind, Word
 from gcmoe.kernels.spec import KernelSpec
+from gcmoe.kernels.trace_words import ComputeTrace, ItemTrace
 from gcmoe.protocol import RowMeta
 from gcmoe.protocol.edges import ARRIVALS, EMPTY, W1_DONE
 from gcmoe.protocol.order import W2_COLUMNS
@@ -67,8 +68,11 @@ class TileOutput:
                         self.publish_w2(at, workspace, lane, slot, tile, rows)
                 else:
                     ptx.mbarrier_arrive(at["out_free"])
+                if cutlass.const_expr(self.spec.trace):
+                    if lane == 0:
+                        sync.mark_item(self.spec, at, events, ItemTrace.PUBLISHED)
         if lane == 0:
-            sync.mark(self.spec, events, 7)
+            sync.mark(self.spec, events, ComputeTrace.END)
 
     @cute.jit
     def publish_w1(self, at, workspace, lane, slot, tile, width):

@@ -10,7 +10,6 @@ from gcmoe.plan.targets import Family, family_of
 from gcmoe.protocol import Role, WorkspaceShape
 
 ParameterKind = Literal["peers", "u64", "i64", "i32", "tensor_map"]
-TRACE_WORDS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +39,7 @@ class KernelSpec:
         trace: record in-kernel timestamps; costs nothing when off.
         jitter_ns: for tests, every CTA starts late by a pseudo-random time below this; nothing is
             emitted when 0.
+        prefetch: whether compute guesses its first weights before it knows the routes.
     """
 
     role: Role
@@ -51,6 +51,7 @@ class KernelSpec:
     dispatch_ctas: int
     trace: bool = False
     jitter_ns: int = 0
+    prefetch: bool = True
 
     def __post_init__(self) -> None:
         if self.shape.has_atoms != (self.family == "sm100"):
@@ -78,7 +79,8 @@ class KernelSpec:
     def parameters(self) -> tuple[Parameter, ...]:
         """In launch order. Every pointer is a device address in a u64.
 
-        ``fault_record`` is host-mapped; ``trace`` is [grid][16] u64 and unused without ``trace``.
+        ``fault_record`` is host-mapped; ``trace`` is [grid][TRACE_WORDS] u64
+        (:mod:`gcmoe.kernels.trace_words`) and unused without ``trace``.
         """
         head: tuple[tuple[str, ParameterKind], ...] = (("peers", "peers"), ("workspace", "u64"))
         tail: tuple[tuple[str, ParameterKind], ...] = (
@@ -132,9 +134,15 @@ class KernelSpec:
 
 
 def kernel_spec(
-    plan: LayerPlan, role: Role, arch: str, *, trace: bool = False, jitter_ns: int = 0
+    plan: LayerPlan,
+    role: Role,
+    arch: str,
+    *,
+    trace: bool = False,
+    jitter_ns: int = 0,
+    prefetch: bool = True,
 ) -> KernelSpec:
-    """The spec of one role of a plan."""
+    """The spec of one role of a plan; ``prefetch`` concerns compute only."""
     return KernelSpec(
         role=role,
         arch=arch,
@@ -145,12 +153,11 @@ def kernel_spec(
         dispatch_ctas=plan.dispatch_sms,
         trace=trace,
         jitter_ns=jitter_ns,
+        prefetch=prefetch or role != Role.COMPUTE,
     )
 
 
-def kernel_specs(
-    plan: LayerPlan, arch: str, *, trace: bool = False, jitter_ns: int = 0
-) -> tuple[KernelSpec, ...]:
-    """The specs of all roles of a plan, in launch order."""
+def kernel_specs(plan: LayerPlan, arch: str, **options: Any) -> tuple[KernelSpec, ...]:
+    """The specs of all roles of a plan, in launch order; options as of :func:`kernel_spec`."""
     roles = (Role.DISPATCH, Role.COMPUTE, Role.FINALIZE)
-    return tuple(kernel_spec(plan, role, arch, trace=trace, jitter_ns=jitter_ns) for role in roles)
+    return tuple(kernel_spec(plan, role, arch, **options) for role in roles)

@@ -14,6 +14,7 @@ import cutlass.cute as cute
 
 from gcmoe.kernels import ptx
 from gcmoe.kernels.spec import KernelSpec
+from gcmoe.kernels.trace_words import HEAD_WORDS, ITEM_WORDS, TRACE_ITEMS
 from gcmoe.protocol import Cell, Edge, FaultKind, LoneOperation, Role, is_reached
 from gcmoe.protocol.edges import ABORT_POLL, ABORT_SET, FAULT_CLAIM
 from gcmoe.protocol.faults import NO_PEER
@@ -218,6 +219,27 @@ def mark(spec: cutlass.Constexpr, events: Any, word: cutlass.Constexpr):
         ptx.store_u64(events + word * 8, U64(ptx.global_timer()))
 
 
+@cute.jit
+def record_item(
+    spec: cutlass.Constexpr, at: dict, events: Any, word: cutlass.Constexpr, value: Any
+):
+    """Record one word of the CTA's next item for which it was not recorded yet; by one thread."""
+    if cutlass.const_expr(spec.trace):
+        counter = at["traced"] + 4 * int(word)
+        index = ptx.shared_load(counter)
+        if index < U32(TRACE_ITEMS):
+            item = events + 8 * HEAD_WORDS + I64(index) * (8 * ITEM_WORDS)
+            ptx.store_u64(item + 8 * int(word), value)
+        ptx.shared_store(counter, index + U32(1))
+
+
+@cute.jit
+def mark_item(spec: cutlass.Constexpr, at: dict, events: Any, word: cutlass.Constexpr):
+    """Record the time as one word of an item, as :func:`record_item` does."""
+    if cutlass.const_expr(spec.trace):
+        record_item(spec, at, events, word, U64(ptx.global_timer()))
+
+
 __all__ = [
     "Cell",
     "Role",
@@ -229,12 +251,14 @@ __all__ = [
     "complete",
     "jitter",
     "mark",
+    "mark_item",
     "observe",
     "poll",
     "proxy_release",
     "publish",
     "raise_fault",
     "read_abort",
+    "record_item",
     "release",
     "wait_env",
 ]

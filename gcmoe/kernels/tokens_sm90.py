@@ -6,6 +6,7 @@ import cutlass.cute as cute
 from gcmoe.kernels import ptx, sync
 from gcmoe.kernels.records import QUEUE_ENTRIES, RECORD_WORDS, Kind, Word
 from gcmoe.kernels.spec import KernelSpec
+from gcmoe.kernels.trace_words import ComputeTrace, ItemTrace
 from gcmoe.protocol.edges import FULL, W1_DONE
 from gcmoe.protocol.faults import NO_PEER
 
@@ -55,13 +56,14 @@ class TokenFeed:
                     if is_w1:
                         self.load_weights_of_rows(at, workspace, q, slot, ok)
                         if first != 0:
-                            sync.mark(self.spec, events, 3)
+                            sync.mark(self.spec, events, ComputeTrace.FIRST_BLOCK)
                             first = I32(0)
+                        sync.mark_item(self.spec, at, events, ItemTrace.FED)
                         s, parity = self.feed_w1(at, workspace, maps, s, parity, slot, width, ok)
                     else:
                         ptx.mbarrier_arrive(at["item_data"] + q * 8)
                         s, parity, ok = self.feed_w2(
-                            at, workspace, s, parity, slot, width, epoch, ok, env
+                            at, workspace, s, parity, slot, width, epoch, ok, env, events
                         )
                 q += 1
                 if q == QUEUE_ENTRIES:
@@ -115,7 +117,7 @@ class TokenFeed:
         return s, parity
 
     @cute.jit
-    def feed_w2(self, at, workspace, s, parity, slot, width, epoch, ok, env):
+    def feed_w2(self, at, workspace, s, parity, slot, width, epoch, ok, env, events):
         """The units of a W2 item, each once its bits are flipped; also returns ok."""
         bitmap_cell = workspace + self.shape.offsets["w1_bitmap"] + I64(slot) * 8
         odd = U64(epoch & 1)
@@ -128,6 +130,9 @@ class TokenFeed:
                 ok, bitmap = sync.await_bits(W1_DONE, bitmap_cell, bits, odd, slot, env)
                 sync.after_observe(W1_DONE)
                 seen = bitmap ^ flips
+            if cutlass.const_expr(self.spec.trace):
+                if k == 0:
+                    sync.mark_item(self.spec, at, events, ItemTrace.FED)
             if ok != 0:
                 self.load_activations(at, workspace, s, slot, width, k)
             else:

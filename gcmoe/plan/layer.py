@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
-from gcmoe.config import MoEConfig
+from gcmoe.config import MAX_TOKENS, MoEConfig
 from gcmoe.plan import tiles_sm100
 from gcmoe.plan.targets import Family
-from gcmoe.plan.tiles_sm100 import TilePlanSm100
 from gcmoe.protocol import WorkspaceShape
 from gcmoe.protocol.ring import WINDOW_COLUMNS
 from gcmoe.protocol.workspace import MX_COLUMNS
@@ -17,11 +17,39 @@ NUM_WIDTHS = 4
 HEADER_WORDS = 16
 MAX_RING_BYTES = 256 << 20
 MAX_SHARE_ROWS = 8192
+USUAL_CAPACITIES = (8, 64, 256, 1024, 4096)
+"""``max_tokens`` of tools that are told a number of tokens only."""
 
-# Sizes measured on H200 (132 SMs): eight dispatch SMs win up to 16 tokens, sixteen from 64 on.
-SMALL_CAPACITY = 16
-SMALL_DISPATCH_SMS = 8
-LARGE_DISPATCH_SMS = 16
+
+@dataclass(frozen=True, slots=True)
+class SplitRow:
+    """SMs of the dispatch partition at capacities up to ``max_tokens``.
+
+    Args:
+        max_tokens: the largest capacity, in tokens of a rank, that the row is for.
+        dispatch_sms: SMs.
+        gpu, measurement: where and how it was found.
+    """
+
+    max_tokens: int
+    dispatch_sms: int
+    gpu: str
+    measurement: str
+
+
+SPLIT_TABLE = (
+    SplitRow(
+        16, 8, "H200",
+        "dispatch alone, two ranks, to the last block, 8 against 16 SMs: 7.1 and 6.9 us at T = 1, "
+        "7.9 and 7.6 at T = 8; compute has 8 SMs more",
+    ),
+    SplitRow(
+        MAX_TOKENS, 16, "H200",
+        "the same: 14.4 and 11.3 us at T = 64, 42 and 31 at T = 256; 24 or 32 SMs made a whole "
+        "layer 0 to 18 us slower at T = 64 to 256 (decision 7)",
+    ),
+)  # fmt: skip
+"""By capacity, ascending."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +80,8 @@ class TilePlan:
         return self.widths[-1]
 
 
-# Rows name the machine and the measurement they come from: H200, one rank's share of EP8.
-# Narrow: 96-102 % of the byte floor at 8..64 tokens. Builds with more than 40 columns spill unless
-# a warpgroup has two sub-tiles and 232 registers; 48 columns leave room for a fourth stage.
+# Builds with more than 40 columns spill unless a warpgroup has two sub-tiles and 232 registers; 48
+# columns leave room for a fourth stage. See TILE_TABLE for what was measured.
 NARROW_TILES = TilePlan((8, 16, 24, 32), 4, 1, 4, 32, 112)
 MEDIUM_TILES = TilePlan((16, 32, 40, 48), 2, 2, 4, 40, 232)
 WIDE_TILES = TilePlan((16, 32, 48, 64), 2, 2, 3, 40, 232)
@@ -62,27 +89,85 @@ NARROW_MEAN_ROWS = 20
 MEDIUM_MEAN_ROWS = 36
 
 
+@dataclass(frozen=True, slots=True)
+class TileRow:
+    """Tiles for capacities that give an expert up to ``mean_rows`` rows in the mean.
+
+    Args:
+        mean_rows: the most rows per expert, in the mean of a full batch, that the row is for.
+        tiles: token widths, warpgroups, stages, registers.
+        gpu, measurement: where and how it was found; one rank's share of EP8.
+    """
+
+    mean_rows: float
+    tiles: TilePlan
+    gpu: str
+    measurement: str
+
+
+TILE_TABLE = (
+    TileRow(
+        NARROW_MEAN_ROWS, NARROW_TILES, "H200",
+        "compute alone, V4-Flash and V4.1-Flash shares, T = 8 to 64: 96 to 102 % of the byte floor",
+    ),
+    TileRow(
+        MEDIUM_MEAN_ROWS, MEDIUM_TILES, "H200",
+        "compute alone, V4.1-Flash share: 97 % of the floor at T = 128, 88 % at 256; with three "
+        "stages every epilogue stops the stream (109.7 against 101.6 us, V4-Flash share, T = 64)",
+    ),
+    TileRow(
+        float("inf"), WIDE_TILES, "H200",
+        "compute alone, V4-Flash share, T = 256: 140 us; an expert of up to 64 rows reads its "
+        "weights once",
+    ),
+)  # fmt: skip
+"""By mean rows, ascending."""
+
+
 def choose_tiles(mean_rows: float) -> TilePlan:
     """The tiles for a full batch that gives an expert ``mean_rows`` rows on average."""
-    if mean_rows <= NARROW_MEAN_ROWS:
-        return NARROW_TILES
-    return MEDIUM_TILES if mean_rows <= MEDIUM_MEAN_ROWS else WIDE_TILES
+    return next(row.tiles for row in TILE_TABLE if mean_rows <= row.mean_rows)
+
+
+def choose_dispatch_sms(max_tokens: int) -> int:
+    """SMs of the dispatch partition at a capacity."""
+    return next(row.dispatch_sms for row in SPLIT_TABLE if max_tokens <= row.max_tokens)
 
 
 @dataclass(frozen=True, slots=True)
 class LayerPlan:
-    """Everything that kernels and runtime need to know; equal on all ranks."""
+    """Everything that kernels and runtime need to know; equal on all ranks.
+
+    ``tiles`` is a :class:`TilePlan`, or a ``TilePlanSm100`` where the family is sm100.
+    """
 
     config: MoEConfig
     num_ranks: int
     num_sms: int
     dispatch_sms: int
-    tiles: TilePlan | TilePlanSm100
+    tiles: Any
     workspace: WorkspaceShape
 
     @property
     def compute_sms(self) -> int:
         return self.num_sms - self.dispatch_sms
+
+
+def round_width(tiles: TilePlan, rows: int) -> int:
+    """The token tile width of a block of ``rows`` rows: the narrowest that holds them."""
+    return next((width for width in tiles.widths if rows <= width), tiles.max_width)
+
+
+def capacity_for(num_tokens: int) -> int:
+    """The smallest usual capacity that holds ``num_tokens`` tokens.
+
+    Raises:
+        ValueError: there is none.
+    """
+    for capacity in USUAL_CAPACITIES:
+        if num_tokens <= capacity:
+            return capacity
+    raise ValueError(f"tokens = {num_tokens}: at most {USUAL_CAPACITIES[-1]}")
 
 
 def round_up(value: int, granule: int) -> int:
@@ -108,8 +193,8 @@ def make_plan(
         config: the layer.
         num_ranks: R, ranks of the group.
         num_sms: SMs of the GPU.
-        dispatch_sms: SMs of the dispatch partition; None takes 8 at capacities up to 16 tokens and
-            16 beyond. Rounded up to a multiple of 8, as the driver does.
+        dispatch_sms: SMs of the dispatch partition; None takes them from :data:`SPLIT_TABLE`.
+            Rounded up to a multiple of 8, as the driver does.
         ring_slots: S; None takes the power of two that holds every block, within 256 MiB.
         family: of kernels; decides tiles and the form of activation scales.
 
@@ -118,8 +203,7 @@ def make_plan(
     """
     local_experts = config.local_experts(num_ranks)
     if dispatch_sms is None:
-        small = config.max_tokens <= SMALL_CAPACITY
-        dispatch_sms = SMALL_DISPATCH_SMS if small else LARGE_DISPATCH_SMS
+        dispatch_sms = choose_dispatch_sms(config.max_tokens)
     asked, dispatch_sms = dispatch_sms, round_up(dispatch_sms, SM_GRANULE)
     if not 0 < dispatch_sms < num_sms:
         raise ValueError(
@@ -127,7 +211,7 @@ def make_plan(
             f"below the {num_sms} SMs of the GPU"
         )
     mean_rows = config.max_tokens * num_ranks * config.top_k / config.num_experts
-    tiles: TilePlan | TilePlanSm100 = choose_tiles(mean_rows)
+    tiles: Any = choose_tiles(mean_rows)
     scale_columns = WINDOW_COLUMNS
     if family == "sm100":
         tiles, scale_columns = tiles_sm100.choose_tiles(mean_rows), MX_COLUMNS

@@ -52,7 +52,7 @@ def check_parameters(kernel: Any, spec: KernelSpec) -> None:
 
 
 _lock = threading.Lock()
-_loaded: dict[tuple[int, str, int], LoadedKernel] = {}
+_loaded: dict[tuple[int, str, tuple[int, ...]], LoadedKernel] = {}
 _images: list[tuple[Any, bytes]] = []
 
 
@@ -68,7 +68,8 @@ def load_kernel(
         DriverError: the driver refuses the image, its shared memory or its threads.
         GCMoEError: the kernel's parameters differ from the spec.
     """
-    key = index, compiled.checksum, partition.report.requested
+    contexts = tuple(int(part.context) for part in partition.contexts)
+    key = index, compiled.checksum, contexts
     with _lock:
         if key not in _loaded:
             _loaded[key] = _load(spec, compiled, index, partition)

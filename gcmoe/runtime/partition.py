@@ -7,7 +7,7 @@ The driver promises disjoint SMs, not that kernels in both partitions run at onc
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -48,7 +48,7 @@ class PartitionReport:
 
 @dataclass(frozen=True, slots=True)
 class GreenContext:
-    """A green context, as a plain context, and a stream on it."""
+    """A green context, as a plain context, and a stream on it; both unset in an undivided one."""
 
     green: Any
     context: Any
@@ -152,14 +152,29 @@ def _two_contexts(
     )
 
 
+def undivided(partition: Partition) -> Partition:
+    """The same split on paper, both parts in the primary context of the device, for comparisons."""
+    device = driver.call("cuDeviceGet", partition.report.device)
+    context = driver.call("cuDevicePrimaryCtxRetain", device)
+    dispatch, compute = (
+        replace(part, green=None, context=context, stream=None) for part in partition.contexts
+    )
+    report = replace(partition.report, work_queues="one context for both")
+    return Partition(dispatch, compute, report)
+
+
 _lock = threading.Lock()
 _partitions: dict[tuple[int, int], Partition] = {}
 
 
-def get_partition(device: torch.device, dispatch_sms: int) -> Partition:
-    """The partition of this process for a device and a dispatch size; made on first use."""
+def get_partition(device: torch.device, dispatch_sms: int, one_context: bool = False) -> Partition:
+    """The partition of this process for a device and a dispatch size; made on first use.
+
+    Args:
+        one_context: the undivided one.
+    """
     key = device.index or 0, dispatch_sms
     with _lock:
         if key not in _partitions:
             _partitions[key] = create_partition(*key)
-        return _partitions[key]
+        return undivided(_partitions[key]) if one_context else _partitions[key]

@@ -13,6 +13,7 @@ from gcmoe.sim.checks import CHECKS
 from gcmoe.sim.config import SimConfig
 from gcmoe.sim.run import WAIT_KINDS, ExploreResult, SimResult, simulate
 from gcmoe.sim.schedule import SCHEDULES, schedule_for
+from gcmoe.timeline import Span, Timeline, write
 
 WIDTH = 72
 ROLES = (Role.DISPATCH, Role.COMPUTE, Role.FINALIZE)
@@ -35,6 +36,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"{', '.join(SCHEDULES)} or delay:KEY=VALUE; default: by seed",
     )
     parser.add_argument("--weak", action="store_true", help="weak memory")
+    parser.add_argument(
+        "--trace", metavar="FILE", default=None, help="write the shown run as a trace, or as .png"
+    )
 
 
 def config_of(args: argparse.Namespace) -> SimConfig:
@@ -69,6 +73,26 @@ def timeline(result: SimResult) -> str:
                     row[column] = str(replay % 10)
             rows.append(f"rank {rank} {role.name.lower():8s} |{''.join(row)}|")
     return "\n".join(rows)
+
+
+def to_timeline(result: SimResult) -> Timeline:
+    """The run in the form of a traced replay: CTAs of dispatch, then those of the other roles, as
+    SMs; steps as time."""
+    started: dict[tuple[int, Role, int, int], int] = {}
+    grid = 1 + max((e.cta for e in result.timeline if e.role is Role.DISPATCH), default=0)
+    spans = []
+    for event in result.timeline:
+        key = (event.rank, event.role, event.replay, event.cta)
+        if event.what == "start":
+            started[key] = event.step
+            continue
+        role, begin = event.role.name.lower(), float(started.pop(key))
+        sm = event.cta if event.role is Role.DISPATCH else grid + event.cta
+        name, end = f"{role} {event.replay}", float(event.step)
+        spans.append(Span(name, role, event.rank, sm, event.cta, begin, end))
+    title = f"simulated: seed {result.seed}, schedule {result.schedule}, {result.verdict}"
+    facts = {"seed": result.seed, "schedule": result.schedule, "verdict": result.verdict}
+    return Timeline(title, tuple(spans), facts, "steps")
 
 
 def describe(result: SimResult) -> str:
@@ -123,6 +147,8 @@ def main_sim(args: argparse.Namespace) -> int:
             f"{total.more_blocks_than_slots} with more blocks than slots, "
             f"{len(total.failures)} failed"
         )
+    if getattr(args, "trace", None):
+        write(to_timeline(shown), args.trace)
     if args.json:
         found = {
             "run": shown.to_json(),

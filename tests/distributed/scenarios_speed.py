@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import statistics
-from dataclasses import replace
 from typing import Any
 
 import torch
 from pair import Pair, expect
 from pair_cases import CASES
-from speed import random_inputs, random_packed
+
+from bench.data import random_inputs, random_packed
 
 LAYERS = 20
+LOCAL_EXPERTS = 32
 REPLAYS = 30
 WARM_UP = 5
 
@@ -52,8 +53,9 @@ def medians(pair: Pair, layers: list[Any], inputs: list[Any]) -> dict[str, float
 
 def speed(pair: Pair) -> dict[str, Any]:
     generator = torch.Generator(device="cuda").manual_seed(3 + pair.rank)
-    half = replace(CASES["flash-64"].config, num_experts=32)
-    packed = [random_packed(half, generator) for _ in range(LAYERS)]
+    config = CASES["flash-64"].config
+    h, i = config.hidden, config.intermediate
+    packed = [random_packed(h, i, LOCAL_EXPERTS, generator) for _ in range(LAYERS)]
     rows: dict[str, Any] = {}
     for num_tokens in (1, 8, 64):
         name = "flash-8" if num_tokens <= 8 else "flash-64"

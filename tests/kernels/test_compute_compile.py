@@ -74,6 +74,18 @@ def build(name: str) -> Build:
 every = pytest.mark.parametrize("name", CASES)
 
 
+def test_without_prefetch_no_weights_are_guessed() -> None:
+    name = "odd-windows-ep2"
+    config, ranks, _ = CASES[name]
+    spec = kernel_spec(make_plan(config, ranks), Role.COMPUTE, ARCH, prefetch=False)
+    kernel = kernel_class(Role.COMPUTE)(spec)
+    ptx, _ = compile_kernel(kernel, ARCH)
+    guesses = min(spec.tiles.stages, config.hidden // 256)
+    assert build(name).ptx.count("cp.async.bulk.shared") - ptx.count("cp.async.bulk.shared") == (
+        guesses
+    )
+
+
 @every
 def test_nothing_spills(name: str) -> None:
     b = build(name)
@@ -232,5 +244,11 @@ def test_warp_collectives_are_not_duplicated(name: str) -> None:
 
 
 def test_trace_costs_nothing_when_off() -> None:
-    assert "%smid" not in build("v4-flash-64").ptx
-    assert "%smid" in build("v4-flash-64-trace").ptx
+    """Without trace the address of the records is not even loaded, nor a counter of items kept."""
+    off, on = build("v4-flash-64"), build("v4-flash-64-trace")
+    index = [p.name for p in off.spec.parameters].index("trace")
+    loads = [b.ptx.count(f"[{b.spec.symbol}_param_{index}]") for b in (off, on)]
+    assert loads[0] == 0 < loads[1]
+    assert "%smid" not in off.ptx
+    assert "%smid" in on.ptx
+    assert "traced" not in kernel_class(Role.COMPUTE)(off.spec).fields

@@ -15,6 +15,7 @@ from gcmoe import cli, tile
 from gcmoe.kernels import layout_sm100 as layout
 from gcmoe.kernels.build import dsl_version
 from gcmoe.kernels.spec import KernelSpec
+from gcmoe.kernels.trace_words import TRACE_WORDS
 from gcmoe.numerics import PackedWeightsSm100
 
 pytestmark = [
@@ -28,7 +29,7 @@ def run_on_machine(spec: KernelSpec, workspace: Tensor, packed: PackedWeightsSm1
     """A backend of the program: the compiled kernel on the CPU."""
     machine, memory = Machine(1), workspace.numpy().copy()
     base, shape = machine.memory.map(memory), spec.shape
-    trace = np.zeros(2 * 16 * 8, dtype=np.uint8)
+    trace = np.zeros(2 * TRACE_WORDS * 8, dtype=np.uint8)
     fault = np.zeros(64, dtype=np.uint8)
     values = {
         "peers": [base],
@@ -62,7 +63,7 @@ def run_on_machine(spec: KernelSpec, workspace: Tensor, packed: PackedWeightsSm1
     try:
         machine.run(Launch(program, 2, threads, shared_bytes, arguments))
     except Deadlock as error:
-        marks = torch.from_numpy(trace.view("<i8").copy()).view(2, 16)
+        marks = torch.from_numpy(trace.view("<i8").copy()).view(2, TRACE_WORDS)
         raise tile.Hang(tile.reached(marks)) from error
     assert not fault.any()
     return torch.from_numpy(memory)

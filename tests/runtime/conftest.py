@@ -101,6 +101,9 @@ class StandIn:
     def answer_cuCtxFromGreenCtx(self, green: Any) -> tuple[Any, ...]:
         return (real.CUcontext(int(green) + 0x10000),)
 
+    def answer_cuDevicePrimaryCtxRetain(self, device: Any) -> tuple[Any, ...]:
+        return (real.CUcontext(0x20000),)
+
     def answer_cuLibraryLoadData(self, image: bytes, *rest: Any) -> tuple[Any, ...]:
         assert rest == ([], [], 0, [], [], 0)
         return (real.CUlibrary(self.handle()),)

@@ -14,6 +14,7 @@ from gcmoe import operator as operators
 from gcmoe.config import MoEConfig
 from gcmoe.errors import CaptureError, DeviceFault, GCMoEError, OperatorClosed, PeerTimeout
 from gcmoe.kernels.spec import kernel_specs
+from gcmoe.kernels.trace_words import TRACE_WORDS
 from gcmoe.operator import MoE
 from gcmoe.protocol import Role
 from gcmoe.runtime import device as devices
@@ -97,6 +98,19 @@ def test_serial_adds_one_edge(make, standin):
     op.bind(weights())
     nodes = standin.arguments("cuGraphAddKernelNode")
     assert [len(node[1]) for node in nodes] == [0, 1, 2]
+
+
+def test_one_context_keeps_grids_and_loads_into_the_primary_context(make, standin):
+    two = make()
+    loads = standin.names().count("cuFuncLoad")
+    op = make(one_context=True)
+    op.bind(weights())
+    nodes = [node[3] for node in standin.arguments("cuGraphAddKernelNode")]
+    assert len({int(node.ctx) for node in nodes}) == 1
+    assert int(nodes[0].ctx) not in {int(green.context) for green in two._partition.contexts}
+    assert [node.gridDimX for node in nodes[:2]] == [two.plan.dispatch_sms, two.plan.compute_sms]
+    assert standin.names().count("cuFuncLoad") > loads
+    assert "one context" in op.report.describe()
 
 
 def test_what_the_kernels_get(op, standin):
@@ -304,9 +318,9 @@ def test_traces(make):
     op = make(trace=True)
     records = op.trace_records()
     assert {role: tuple(t.shape) for role, t in records.items()} == {
-        Role.DISPATCH: (8, 16),
-        Role.COMPUTE: (124, 16),
-        Role.FINALIZE: (1, 16),
+        Role.DISPATCH: (8, TRACE_WORDS),
+        Role.COMPUTE: (124, TRACE_WORDS),
+        Role.FINALIZE: (1, TRACE_WORDS),
     }
     with pytest.raises(ValueError, match="trace = True"):
         make().trace_records()

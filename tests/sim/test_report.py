@@ -12,7 +12,8 @@ import pytest
 from gcmoe.sim import SimConfig, report, simulate
 from gcmoe.sim.mutants import hand_mutants
 from gcmoe.sim.numbers import Numbers
-from gcmoe.sim.schedule import SCHEDULES
+from gcmoe.sim.schedule import SCHEDULES, schedule_for
+from gcmoe.timeline import read_chrome
 
 
 def arguments(*words: str) -> argparse.Namespace:
@@ -96,3 +97,17 @@ def test_real_numbers_show_a_wrong_protocol() -> None:
         for name, _ in simulate(config, 0, schedule, mutant.variant, numbers).violations
     }
     assert "y_right" in found
+
+
+def test_writes_the_run_as_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "sim-trace.json"
+    assert report.main(arguments("--ranks", "3", "--seed", "2", "--trace", str(path))) == 0
+    timeline = read_chrome(path)
+    assert timeline.unit == "steps"
+    assert timeline.ranks == [0, 1, 2]
+    result = simulate(report.config_of(arguments("--ranks", "3")), 2, schedule_for(2))
+    ends = [event for event in result.timeline if event.what == "end"]
+    assert len(timeline.spans) == len(ends) > 0
+    assert timeline.duration == max(event.step for event in ends)
+    for span in timeline.spans:
+        assert span.name.split()[0] == span.role
