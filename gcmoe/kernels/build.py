@@ -50,7 +50,7 @@ PACKAGE = Path(__file__).resolve().parent.parent
 SOURCE_FOLDERS = ("kernels", "protocol", "plan")
 # Files of those folders that shape no kernel.
 HOST_FILES = (
-    *(f"kernels/{name}.py" for name in ("build", "compile", "document")),
+    *(f"kernels/{name}.py" for name in ("build", "compile", "document", "variants")),
     *(
         f"plan/{name}.py"
         for name in ("fit", "fitted", "gpus", "predict", "published", "report", "routing")
