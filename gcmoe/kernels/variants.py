@@ -10,13 +10,14 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from gcmoe.kernels.build import DSL_PACKAGE, compile_kernel, dsl_version
+from gcmoe.kernels.build import DSL_PACKAGE, compile_kernel, cubin_stack, dsl_version
 from gcmoe.kernels.layout_sm100 import WEIGHT_BYTES, TensorMemory
 from gcmoe.kernels.spec import kernel_spec
 from gcmoe.models import get_model
 from gcmoe.plan import make_plan
 from gcmoe.plan.targets import FAMILIES, USUAL_SMS
 from gcmoe.protocol import Role
+from gcmoe.protocol.document import table as markdown_table
 
 BEGIN = "<!-- variants: made by python -m gcmoe.kernels.variants docs/blackwell.md -->"
 END = "<!-- end of variants -->"
@@ -35,12 +36,13 @@ HEAD = (
     "shared memory",
     "threads",
     *(f"registers {arch}" for arch in ARCHS),
+    "stack",
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """One row; registers by target, in the order of :data:`ARCHS`."""
+    """One row; registers by target, in the order of :data:`ARCHS`; the largest stack of them."""
 
     tokens: int
     widths: tuple[int, ...]
@@ -50,9 +52,10 @@ class Variant:
     smem_bytes: int
     threads: int
     registers: tuple[int | None, ...]
+    stack: int
 
-    def cells(self) -> tuple[str, ...]:
-        return (
+    def cells(self) -> list[str]:
+        return [
             str(self.tokens),
             str(self.widths[-1]),
             ", ".join(map(str, self.widths)),
@@ -63,7 +66,8 @@ class Variant:
             f"{self.smem_bytes:,} B",
             str(self.threads),
             *(str(count) for count in self.registers),
-        )
+            str(self.stack),
+        ]
 
 
 def make_variant(tokens: int) -> Variant:
@@ -81,14 +85,14 @@ def make_variant(tokens: int) -> Variant:
         kernels[0].smem_bytes,
         kernels[0].threads,
         tuple(kernel.registers for kernel in kernels),
+        max(cubin_stack(kernel.cubin) or 0 for kernel in kernels),
     )
 
 
 def table() -> str:
     """The table in Markdown, with the model and the compiler that it is of."""
-    rows = [HEAD, ("---",) * len(HEAD), *(make_variant(tokens).cells() for tokens in CAPACITIES)]
-    lines = ["| " + " | ".join(row) + " |" for row in rows]
-    what = f"{MODEL} on {RANKS} ranks, {DSL_PACKAGE} {dsl_version()}; nothing spills."
+    lines = markdown_table(list(HEAD), [make_variant(tokens).cells() for tokens in CAPACITIES])
+    what = f"{MODEL} on {RANKS} ranks, {DSL_PACKAGE} {dsl_version()}."
     return "\n".join([what, "", *lines])
 
 
