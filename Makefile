@@ -47,9 +47,10 @@ plots: $(STAMP) ## pictures and docs/benchmarks.md, from the records in bench/re
 fit: $(STAMP) ## derive the constants of gcmoe plan from the newest record of V4-Flash
 	@$(BIN)/python -m gcmoe.plan.fit --write
 
-docs: $(STAMP) ## regenerate docs/protocol.md and docs/kernels.md (compiles all kernels)
+docs: $(STAMP) ## regenerate docs/protocol.md, docs/kernels.md and the table of docs/blackwell.md
 	@$(BIN)/python -m gcmoe.protocol.document docs/protocol.md
 	$(BIN)/python -m gcmoe.kernels.document docs/kernels.md
+	$(BIN)/python -m gcmoe.kernels.variants docs/blackwell.md
 
 $(STAMP): pyproject.toml Makefile
 	@on_system=0

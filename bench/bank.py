@@ -11,7 +11,7 @@ from bench.cases import Case
 from bench.data import share_weights
 from bench.impls.base import Impl, LayerWeights
 from bench.world import World
-from gcmoe.numerics import PackedWeights, unpack
+from gcmoe.numerics import Packed, unpack
 
 MEMORY_SHARE = 0.85
 """Of the free device memory, what weights may take."""
@@ -50,7 +50,7 @@ class WeightBank:
         peers = [impl for impl in impls if impl.name != "gcmoe"]
         need = own + sum(impl.bytes_per_layer(case) for impl in peers)
         self.sets = min(world.gather(count_sets(layers, free, need)))
-        self.packed: list[PackedWeights] = []
+        self.packed: list[Packed] = []
         self._converted: dict[str, list[Any]] = {impl.name: [] for impl in impls}
         self.failed: dict[str, str] = {}
         for index in range(self.sets):
@@ -87,7 +87,7 @@ class WeightBank:
         sets = self._converted[name]
         return [sets[n % self.sets] for n in range(self._layers)]
 
-    def packed_of(self, layer: int, rank: int) -> PackedWeights:
+    def packed_of(self, layer: int, rank: int) -> Packed:
         """Weights of a layer of any rank; those of another one are made again."""
         index = layer % self.sets
         if rank == self._rank:

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from bench.cases import Case
-from bench.data import Inputs
-from gcmoe.numerics import ExpertWeights, PackedWeights, compare, moe_reference, unpack
+from bench.data import Inputs, device_family
+from gcmoe.numerics import ExpertWeights, Packed, compare, moe_reference, unpack
+from gcmoe.runtime.launch import WEIGHTS
 
 CHECK_TOKENS, SAMPLE_TOKENS = 64, 1
 """Tokens checked of the first layer, and of each other one."""
@@ -71,9 +72,7 @@ def sampled_tokens(layer: int, num_tokens: int) -> list[int]:
     return sorted({(layer + t * num_tokens // count) % num_tokens for t in range(count)})
 
 
-def used_experts(
-    case: Case, used: Tensor, packed_of: Callable[[int], PackedWeights]
-) -> ExpertWeights:
+def used_experts(case: Case, used: Tensor, packed_of: Callable[[int], Packed]) -> ExpertWeights:
     """The experts with these global ids, ascending, from the ranks that own them.
 
     Args:
@@ -83,23 +82,14 @@ def used_experts(
     for rank in sorted(set((used // case.local_experts).tolist())):
         packed = packed_of(rank)
         local = used[used // case.local_experts == rank] - rank * case.local_experts
-        parts.append(
-            unpack(
-                replace(
-                    packed,
-                    w13=packed.w13[local],
-                    w13_row_scale=packed.w13_row_scale[local],
-                    w2=packed.w2[local],
-                    w2_row_scale=packed.w2_row_scale[local],
-                )
-            )
-        )
+        tensors = {name: getattr(packed, name)[local] for name in WEIGHTS[packed.arch]}
+        parts.append(unpack(replace(packed, **tensors)))
     names = ("w13", "w13_scale", "w2", "w2_scale")
     return ExpertWeights(*(torch.cat([getattr(part, name) for part in parts]) for name in names))
 
 
 def make_references(
-    case: Case, inputs: list[Inputs], packed_of: Callable[[int, int], PackedWeights]
+    case: Case, inputs: list[Inputs], packed_of: Callable[[int, int], Packed]
 ) -> list[Reference]:
     """The oracle on sampled tokens of every layer; it sees their experts only.
 
@@ -114,7 +104,8 @@ def make_references(
         experts = used_experts(case, used, partial(packed_of, n))
         small = replace(case.config(), num_experts=max(len(used), 1))
         local = torch.searchsorted(used, ids)
-        trace = moe_reference(one.source[tokens], local, one.weights[tokens], experts, small)
+        routing = local, one.weights[tokens]
+        trace = moe_reference(one.source[tokens], *routing, experts, small, device_family())
         found.append(Reference(n, tokens, trace.y))
     return found
 

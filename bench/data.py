@@ -10,12 +10,17 @@ from torch import Tensor
 
 from bench.cases import Case
 from gcmoe.config import MoEConfig
-from gcmoe.numerics import BlockExceptions, PackedWeights
+from gcmoe.numerics import BlockExceptions, Packed, PackedWeights, PackedWeightsSm100
+from gcmoe.numerics.packing_sm100 import packed_layout_sm100
+from gcmoe.plan.targets import Family, family_of
+from gcmoe.runtime.device import TARGETS
 
 SUBBLOCK_WORD_BYTES = 4096
 SCALE_INDICES = (11, 15)
 """Scales of four octaves: exact in every format that is compared."""
 ROW_SCALE = 2.0**-13
+SCALE_BYTES = (117, 121)
+"""The same four octaves as UE8M0 bytes."""
 DEVICE = "cuda"
 
 
@@ -44,6 +49,38 @@ def make_generator(*seed: int) -> torch.Generator:
     for number in seed:
         mixed = (mixed * 1_000_003 + number + 1) % (1 << 62)
     return torch.Generator(device=DEVICE).manual_seed(mixed)
+
+
+def device_arch() -> str:
+    """The target of the kernels of the current GPU; Hopper's where there is none."""
+    if not torch.cuda.is_available():
+        return "sm_90a"
+    return TARGETS[torch.cuda.get_device_capability()]
+
+
+def device_family() -> Family:
+    """The family of :func:`device_arch`."""
+    return family_of(device_arch())
+
+
+def random_packed_sm100(
+    hidden: int, intermediate: int, experts: int, generator: torch.Generator
+) -> PackedWeightsSm100:
+    """Random weights in Blackwell's form: uniform codes, scales of four octaves."""
+    layout = packed_layout_sm100(experts, hidden, intermediate)
+
+    def draw(name: str, low: int, high: int) -> Tensor:
+        _, shape = layout[name]
+        return torch.randint(
+            low, high, shape, dtype=torch.uint8, generator=generator, device=DEVICE
+        )
+
+    return PackedWeightsSm100(
+        draw("w13", 0, 256),
+        draw("w13_scale", *SCALE_BYTES),
+        draw("w2", 0, 256),
+        draw("w2_scale", *SCALE_BYTES),
+    )
 
 
 def random_packed(
@@ -84,11 +121,12 @@ def random_packed(
     )
 
 
-def share_weights(case: Case, seed: int, index: int, rank: int) -> PackedWeights:
+def share_weights(case: Case, seed: int, index: int, rank: int) -> Packed:
     """Weight set ``index`` of a rank. Any rank can make that of another one, to check results."""
     model = case.share
     generator = make_generator(seed, index, rank)
-    return random_packed(model.hidden, model.intermediate, case.local_experts, generator)
+    make = random_packed_sm100 if device_family() == "sm100" else random_packed
+    return make(model.hidden, model.intermediate, case.local_experts, generator)
 
 
 def random_inputs(config: MoEConfig, num_tokens: int, generator: torch.Generator) -> Inputs:

@@ -39,6 +39,7 @@ COMMANDS = (
     Command(
         "demo", "gcmoe.demo", "one layer against the oracle: on the GPU, else simulated", "run"
     ),
+    Command("tile", "gcmoe.tile", "the compute kernel alone on a Blackwell GPU, step by step"),
     Command("sim", "gcmoe.sim.report", "run the protocol on the CPU under chosen interleavings"),
     Command("compile", "gcmoe.kernels.compile", "compile kernels into the cache; needs no GPU"),
     Command("bench", "gcmoe.cli", "time the layer and its peers: python -m bench of a checkout"),

@@ -1,6 +1,7 @@
 """``gcmoe demo``: one layer, and how close it comes to the oracle.
 
-On a Hopper GPU a real layer with random MXFP4 weights; elsewhere the simulated protocol.
+On a Hopper or Blackwell GPU a real layer with random MXFP4 weights; elsewhere the simulated
+protocol.
 """
 
 from __future__ import annotations
@@ -25,7 +26,6 @@ from gcmoe.numerics import (
     pack,
 )
 
-HOPPER = (9, 0)
 MODEL = share("deepseek-v4.1-flash", 8)
 CONFIG = MODEL.config(max_tokens=64)
 WARMUP_CALLS, TIMED_CALLS = 3, 100
@@ -68,9 +68,11 @@ def lacking_gpu() -> str:
     """Why this machine cannot run the real layer; empty if it can."""
     if not torch.cuda.is_available():
         return "no CUDA device"
+    from gcmoe.runtime import device
+
     found = torch.cuda.get_device_capability()
-    if found != HOPPER:
-        return f"compute capability {found[0]}.{found[1]}, the kernels need 9.0"
+    if found not in device.TARGETS:
+        return f"compute capability {found[0]}.{found[1]}, the kernels need {device.CAPABILITIES}"
     return ""
 
 
@@ -98,15 +100,13 @@ def run_layer(num_tokens: int, seed: int, group: Any | None, rank: int, num_rank
     generator = torch.Generator(device="cuda").manual_seed(seed + 1 + rank)
     x, ids, topk_weights = random_batch(config, num_tokens, generator)
     mine = slice(rank * local, (rank + 1) * local)
-    packed = pack(
-        experts.w13[mine], experts.w13_scale[mine], experts.w2[mine], experts.w2_scale[mine], config
-    )
+    own = (experts.w13[mine], experts.w13_scale[mine], experts.w2[mine], experts.w2_scale[mine])
     with MoE(config, group) as operator:
-        layer = operator.bind(packed)
+        layer = operator.bind(pack(*own, config, arch=operator.family))
         y = layer(x, ids, topk_weights)
         micros = time_calls(lambda: layer(x, ids, topk_weights))
         operator.check(synchronize=True)
-    trace = moe_reference(x, ids, topk_weights, experts, config)
+    trace = moe_reference(x, ids, topk_weights, experts, config, recipe=operator.family)
     unquantized = moe_unquantized(x, ids, topk_weights, experts, config)
     return Found(compare(y, trace.y), compare(y, unquantized), micros)
 

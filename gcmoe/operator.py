@@ -22,8 +22,10 @@ from gcmoe.errors import (
 from gcmoe.kernels.build import get_kernel
 from gcmoe.kernels.spec import KernelSpec, kernel_specs
 from gcmoe.kernels.trace_words import TRACE_WORDS
-from gcmoe.numerics import PackedWeights, packed_layout
+from gcmoe.layer import Layer
+from gcmoe.numerics import Packed, packed_form
 from gcmoe.plan import LayerPlan, make_plan
+from gcmoe.plan.targets import family_of
 from gcmoe.protocol import NUM_CALLS, Role
 from gcmoe.runtime import checks, faults, probe
 from gcmoe.runtime import device as devices
@@ -31,14 +33,14 @@ from gcmoe.runtime.agreement import (
     BUDGET_SHARE,
     arguments_fingerprint,
     build_fingerprint,
+    draft_plan,
     finalize_grid,
     initial_words,
     require_config,
-    require_whole_ring,
 )
 from gcmoe.runtime.graph import LayerGraph, replay_order
 from gcmoe.runtime.group import RankGroup
-from gcmoe.runtime.launch import Arguments
+from gcmoe.runtime.launch import WEIGHTS, Arguments
 from gcmoe.runtime.memory import (
     HostRecord,
     Stats,
@@ -87,11 +89,12 @@ class MoE:
     Attributes:
         config, group, device: as given.
         rank, num_ranks: of the group.
+        family: of kernels, by device; what ``gcmoe.pack`` takes as ``arch``.
         plan: ``LayerPlan``, equal on all ranks.
         report: ``PartitionReport``, what the driver gave this rank.
 
     Raises:
-        UnsupportedDevice: no GPU of compute capability 9.0, an old driver, or no peer atomics.
+        UnsupportedDevice: no GPU that there are kernels for, an old driver, or no peer atomics.
         UnsupportedConcurrency: the kernels of a replay do not run at once; on all ranks.
         PeerTimeout: the probe did not end, because a rank was not heard; on all ranks.
         KernelNotCached: a kernel is missing and cannot be compiled here.
@@ -129,21 +132,17 @@ class MoE:
         def read_arguments() -> tuple[LayerPlan, dict[str, str]]:
             require_config(config)
             self._initial = initial_words(initial)
-            plan = make_plan(
-                config,
-                self.num_ranks,
-                dispatch_sms=dispatch_sms,
-                ring_slots=ring_slots,
-                late_compute=late_compute,
-            )
-            if serial:
-                require_whole_ring(plan)
+            asked = config, self.num_ranks, dispatch_sms, ring_slots, late_compute, serial
+            draft_plan(*asked, "sm90")
             self.device = devices.choose_device(device)  # the errors above need no GPU
+            self._arch = devices.arch_of(self.device)
+            self.family = family_of(self._arch)
+            plan = draft_plan(*asked, self.family)
             current.enter_context(devices.guard(self.device))
             if devices.is_capturing():
                 raise CaptureError("an operator cannot be created inside a graph capture")
             launch = {"serial": serial, "one_context": one_context, "initial": self._initial}
-            return plan, arguments_fingerprint(plan, **launch, **build)
+            return plan, arguments_fingerprint(plan, arch=self._arch, **launch, **build)
 
         build = {"trace": trace, "jitter_ns": jitter_ns, "prefetch": prefetch}
         with ExitStack() as current:
@@ -170,6 +169,7 @@ class MoE:
                 with suppress(Exception):
                     devices.release(self.device, self._owned[::-1])
                 raise
+        devices.warn_if_not_yet_run(self._arch)
         self._next_call = 0
         self._layers: list[Layer] = []
         self._is_warm = False
@@ -196,13 +196,14 @@ class MoE:
             dispatch_sms=given,
             ring_slots=draft.workspace.num_slots,
             late_compute=draft.late_ctas > 0,
+            family=self.family,
         )
         if self.plan.dispatch_sms != given:
             raise UnsupportedDevice(
                 f"a dispatch partition in steps that the plan knows is required "
                 f"({self.plan.dispatch_sms} SMs); the driver gives {given}"
             )
-        specs = kernel_specs(self.plan, devices.ARCH, **build)
+        specs = kernel_specs(self.plan, self._arch, **build)
         self._specs: dict[Role, KernelSpec] = {spec.role: spec for spec in specs}
         self._kernels = {
             role: load_kernel(spec, get_kernel(spec, cache_dir), self._index, self._partition)
@@ -253,17 +254,12 @@ class MoE:
         blocks[Role.COMPUTE].encode_ring_maps(self._workspace.address)
         return blocks
 
-    def _arguments(self, call: int, weights: PackedWeights) -> dict[Role, Arguments]:
+    def _arguments(self, call: int, weights: Packed) -> dict[Role, Arguments]:
         """Argument blocks of a layer, apart from what each call brings."""
         blocks = self._blocks(BUDGET_SHARE)
         blocks[Role.DISPATCH].set(call=call)
-        compute = blocks[Role.COMPUTE]
-        compute.set(
-            w13=weights.w13.data_ptr(),
-            w13_row_scale=weights.w13_row_scale.data_ptr(),
-            w2=weights.w2.data_ptr(),
-            w2_row_scale=weights.w2_row_scale.data_ptr(),
-        )
+        addresses = {name: getattr(weights, name).data_ptr() for name in WEIGHTS[self.family]}
+        blocks[Role.COMPUTE].set_weights(addresses)
         return blocks
 
     def _graph(self, blocks: dict[Role, Arguments]) -> LayerGraph:
@@ -285,7 +281,8 @@ class MoE:
             size = probe.weight_bytes(self.plan.workspace, ctas)
             room[:] = [torch.empty(size, dtype=torch.uint8, device=self.device)]
             blocks = self._blocks(shares)
-            blocks[Role.COMPUTE].set(**dict.fromkeys(probe.WEIGHTS, room[0].data_ptr()))
+            names = WEIGHTS[self.family]
+            blocks[Role.COMPUTE].set_weights(dict.fromkeys(names, room[0].data_ptr()))
             return self._graph(blocks)
 
         def verdict(is_last: bool) -> probe.Verdict:
@@ -306,7 +303,7 @@ class MoE:
 
     # -------------------------------------------------------------------------------- public
 
-    def bind(self, packed: PackedWeights) -> Layer:
+    def bind(self, packed: Packed) -> Layer:
         """A layer with these weights. All ranks bind the same layers in the same order.
 
         The layer keeps the tensors' addresses: values written into them later, by
@@ -314,21 +311,17 @@ class MoE:
         operator keeps ``packed`` alive until ``close()``.
 
         Args:
-            packed: this rank's EL experts, on the operator's device.
+            packed: this rank's EL experts, on the operator's device, packed for its family.
 
         Raises:
             OperatorClosed: after ``close()``.
-            TypeError, ValueError: not packed weights for sm90, or not of this layer's shapes,
-                dtypes or device.
+            TypeError, ValueError: not packed weights for this family, or not of this layer's
+                shapes, dtypes or device.
         """
         self._require_open()
-        if not isinstance(packed, PackedWeights):
-            raise TypeError(
-                f"packed must be PackedWeights, as gcmoe.pack returns, got {type(packed).__name__}"
-            )
         shape = self.plan.workspace
-        layout = packed_layout(shape.local_experts, shape.hidden, shape.intermediate)
-        checks.require_weights(packed, layout, shape, self.device)
+        sizes = shape.local_experts, shape.hidden, shape.intermediate
+        checks.require_weights(packed, *packed_form(self.family, *sizes), shape, self.device)
         call = self._next_call % NUM_CALLS
         self._next_call += 1
         layer = Layer(self, packed, call)
@@ -471,149 +464,3 @@ class MoE:
     def _require_open(self) -> None:
         if self._closed:
             raise OperatorClosed("the operator is closed")
-
-
-class Layer:
-    """One MoE layer: the operator with one set of weights. Made by :meth:`MoE.bind`."""
-
-    def __init__(self, op: MoE, packed: PackedWeights, call: int) -> None:
-        self.op = op
-        self.packed = packed
-        self.call = call
-        config = op.config
-        self._hidden, self._top_k, self._max_tokens = (
-            config.hidden,
-            config.top_k,
-            config.max_tokens,
-        )
-        blocks = op._arguments(call, packed)
-        dispatch, finalize = blocks[Role.DISPATCH].fields, blocks[Role.FINALIZE].fields
-        self._x, self._weights = dispatch["x"], dispatch["topk_weights"]
-        self._ids = dispatch["topk_ids"], finalize["topk_ids"]
-        self._num_tokens = dispatch["num_tokens"], finalize["num_tokens"]
-        self._int64 = dispatch["ids_are_int64"], finalize["ids_are_int64"]
-        self._y = finalize["y"]
-        self._last: tuple[Any, ...] = ()
-        with devices.guard(op.device):
-            self._graph = op._graph(blocks)
-
-    def __call__(
-        self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, out: Tensor | None = None
-    ) -> Tensor:
-        """y = sum over slots of weight * expert(x), on the current stream.
-
-        All ranks make the call, also with T = 0; T may differ. Never waits for the device. The
-        first call of a layer instantiates its graph; later ones allocate nothing but y, and nothing
-        with ``out``. Inside a graph capture it becomes one child graph; the operator must have been
-        called eagerly before, on all ranks, and the tensors' addresses are captured.
-
-        Args:
-            x: bf16 [T, H], contiguous, T <= max_tokens.
-            topk_ids: int32 or int64 [T, k], contiguous, ids in [0, E); an id outside is skipped.
-            topk_weights: fp32 [T, k], contiguous.
-            out: bf16 [T, H], contiguous, for y; may be ``x``, may not overlap the other two.
-
-        Returns:
-            bf16 [T, H]: ``out``, or a new tensor.
-
-        Raises:
-            TypeError, ValueError: a dtype, shape, device or layout is wrong; values are not read.
-            CaptureError: in a capture, before any eager call of the operator.
-            DeviceFault: an earlier call failed on the device; see :meth:`MoE.check`.
-            OperatorClosed: after ``close()``.
-        """
-        op = self.op
-        if op._closed or op._record.words[0]:
-            op.check()
-        index = op._index
-        num_tokens = self._check(x, topk_ids, topk_weights, index)
-        if out is None:
-            out = torch.empty_like(x)
-        else:
-            shape = num_tokens, self._hidden
-            checks.require_output(out, topk_ids, topk_weights, shape, self._max_tokens, op.device)
-        if not devices.is_current(index):
-            with devices.guard(op.device):
-                return self._run(x, topk_ids, topk_weights, out, num_tokens)
-        return self._run(x, topk_ids, topk_weights, out, num_tokens)
-
-    def _run(
-        self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, out: Tensor, num_tokens: int
-    ) -> Tensor:
-        op, graph = self.op, self._graph
-        values = (
-            x.data_ptr(),
-            topk_ids.data_ptr(),
-            topk_weights.data_ptr(),
-            out.data_ptr(),
-            num_tokens,
-            topk_ids.dtype is torch.int64,
-        )
-        handle = devices.stream_handle(op._index)
-        if devices.is_capturing():
-            self._capture(values, handle)
-            return out
-        if values != self._last:
-            self._last = ()
-            self._store(values)
-            if graph.is_instantiated:
-                graph.update(Role.DISPATCH)
-                graph.update(Role.FINALIZE)
-            else:
-                graph.instantiate()
-            self._last = values
-        order = op._order
-        stream = order.enter(handle)
-        graph.launch(stream)
-        order.leave(handle, stream)
-        op._is_warm = True
-        return out
-
-    def _capture(self, values: tuple[Any, ...], handle: int) -> None:
-        op = self.op
-        if not op._is_warm:
-            raise CaptureError(
-                "call a layer of this operator once outside the capture, on all ranks, before the "
-                "first capture: kernels load and ranks meet in that call"
-            )
-        self._last = ()  # the eager graph does not get the arguments that the blocks get now
-        self._store(values)
-        self._graph.add_to_capture(op._order.stream_object(handle))
-
-    def _store(self, values: tuple[Any, ...]) -> None:
-        """Put what a call brings into the argument blocks."""
-        x, ids, weights, y, num_tokens, is_int64 = values
-        self._x.value, self._weights.value, self._y.value = x, weights, y
-        for side in (0, 1):
-            self._ids[side].value = ids
-            self._num_tokens[side].value = num_tokens
-            self._int64[side].value = is_int64
-
-    def _check(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, index: int) -> int:
-        """T; one chain of cheap comparisons, the message only when one fails."""
-        try:
-            num_tokens, hidden = x.shape
-            slots = (num_tokens, self._top_k)
-            id_type = topk_ids.dtype
-            if (
-                x.dtype is torch.bfloat16
-                and hidden == self._hidden
-                and num_tokens <= self._max_tokens
-                and (id_type is torch.int32 or id_type is torch.int64)
-                and topk_ids.shape == slots
-                and topk_weights.dtype is torch.float32
-                and topk_weights.shape == slots
-                and x.is_contiguous()
-                and topk_ids.is_contiguous()
-                and topk_weights.is_contiguous()
-                and x.get_device() == index
-                and topk_ids.get_device() == index
-                and topk_weights.get_device() == index
-                and not x.data_ptr() % checks.ALIGNMENT
-            ):
-                return num_tokens
-        except (AttributeError, ValueError):
-            pass  # not a tensor, or not two dimensions
-        raise checks.argument_error(
-            x, topk_ids, topk_weights, self._hidden, self._top_k, self._max_tokens, self.op.device
-        )

@@ -13,7 +13,7 @@ from bench.cases import Case
 from bench.checks import Rule
 from bench.data import Inputs
 from bench.world import World
-from gcmoe.numerics import ExpertWeights, PackedWeights
+from gcmoe.numerics import ExpertWeights, Packed
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class LayerWeights:
     The checkpoint form lives only while peers convert it.
     """
 
-    packed: PackedWeights
+    packed: Packed
     checkpoint: ExpertWeights | None
 
     @property

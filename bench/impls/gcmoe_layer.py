@@ -12,16 +12,15 @@ from torch import Tensor
 import gcmoe
 from bench.cases import VARIANTS, Case, Variant
 from bench.checks import SAME_ROUNDING
-from bench.data import Inputs
+from bench.data import Inputs, device_arch, device_family
 from bench.impls.base import Impl, LayerWeights, Session
 from bench.world import World
 from gcmoe.kernels.build import get_kernel
 from gcmoe.kernels.spec import kernel_specs
-from gcmoe.numerics import PackedWeights
+from gcmoe.numerics import Packed
 from gcmoe.plan import LayerPlan, make_plan
 from gcmoe.runtime.agreement import arguments_fingerprint, require_whole_ring
 
-ARCH = "sm_90a"
 PLAN_OPTIONS = ("dispatch_sms", "ring_slots")
 KERNEL_OPTIONS = ("prefetch",)
 
@@ -31,7 +30,7 @@ class GcMoESession(Session):
 
     rule = SAME_ROUNDING
 
-    def __init__(self, op: gcmoe.MoE, packed: list[PackedWeights], inputs: list[Inputs]) -> None:
+    def __init__(self, op: gcmoe.MoE, packed: list[Packed], inputs: list[Inputs]) -> None:
         self.op = op
         self._inputs = inputs
         self._layers = [op.bind(weights) for weights in packed]
@@ -76,7 +75,7 @@ def plan_of(case: Case, chosen: Variant) -> LayerPlan:
         ValueError: a limit is exceeded.
     """
     options = {k: v for k, v in chosen.options.items() if k in PLAN_OPTIONS}
-    return make_plan(chosen.config(case), case.ranks, **options)
+    return make_plan(chosen.config(case), case.ranks, family=device_family(), **options)
 
 
 class GcMoE(Impl):
@@ -106,7 +105,7 @@ class GcMoE(Impl):
     def bytes_per_layer(self, case: Case) -> float:
         return case.local_experts * case.expert_bytes
 
-    def convert(self, case: Case, weights: LayerWeights) -> PackedWeights:
+    def convert(self, case: Case, weights: LayerWeights) -> Packed:
         return weights.packed
 
     def open(
@@ -145,7 +144,7 @@ def compile_kernels(
             of_kernel = {k: v for k, v in chosen.options.items() if k in KERNEL_OPTIONS}
             plan = plan_of(case, chosen)
             for traced in (False, True) if trace else (False,):
-                for spec in kernel_specs(plan, ARCH, trace=traced, **of_kernel):
+                for spec in kernel_specs(plan, device_arch(), trace=traced, **of_kernel):
                     if spec in seen:
                         continue
                     seen.add(spec)

@@ -25,14 +25,22 @@ from typing import Any
 
 from gcmoe.errors import KernelCacheCorrupt, KernelNotCached
 from gcmoe.kernels.spec import KernelSpec, Parameter
+from gcmoe.plan.targets import Family
 from gcmoe.protocol import Role
 
-KERNELS: dict[Role, str] = {
-    Role.DISPATCH: "gcmoe.kernels.dispatch:DispatchKernel",
-    Role.COMPUTE: "gcmoe.kernels.compute_sm90:ComputeKernel",
-    Role.FINALIZE: "gcmoe.kernels.finalize:FinalizeKernel",
+KERNELS: dict[Family, dict[Role, str]] = {
+    "sm90": {
+        Role.DISPATCH: "gcmoe.kernels.dispatch:DispatchKernel",
+        Role.COMPUTE: "gcmoe.kernels.compute_sm90:ComputeKernel",
+        Role.FINALIZE: "gcmoe.kernels.finalize:FinalizeKernel",
+    },
+    "sm100": {
+        Role.DISPATCH: "gcmoe.kernels.dispatch_sm100:DispatchKernelSm100",
+        Role.COMPUTE: "gcmoe.kernels.compute_sm100:ComputeKernelSm100",
+        Role.FINALIZE: "gcmoe.kernels.finalize:FinalizeKernel",
+    },
 }
-"""The kernel class of each role. A class takes the spec; an instance has ``threads``,
+"""The kernel class of each family and role. A class takes the spec; an instance has ``threads``,
 ``smem_bytes`` and ``example_arguments()`` and is what the kernel language compiles."""
 
 OPTIONS = "--keep-ptx --keep-cubin"
@@ -42,7 +50,7 @@ PACKAGE = Path(__file__).resolve().parent.parent
 SOURCE_FOLDERS = ("kernels", "protocol", "plan")
 # Files of those folders that shape no kernel.
 HOST_FILES = (
-    *(f"kernels/{name}.py" for name in ("build", "compile", "document")),
+    *(f"kernels/{name}.py" for name in ("build", "compile", "document", "variants")),
     *(
         f"plan/{name}.py"
         for name in ("fit", "fitted", "gpus", "predict", "published", "report", "routing")
@@ -187,9 +195,9 @@ def dsl_version() -> str | None:
         return None
 
 
-def kernel_class(role: Role) -> Any:
+def kernel_class(role: Role, family: Family = "sm90") -> Any:
     """The class of :data:`KERNELS`; imports the kernel language."""
-    module, _, name = KERNELS[role].partition(":")
+    module, _, name = KERNELS[family][role].partition(":")
     return getattr(import_module(module), name)
 
 
@@ -202,7 +210,7 @@ def compile_kernel(spec: KernelSpec) -> CompiledKernel:
     """
     import cutlass.cute as cute
 
-    kernel = kernel_class(spec.role)(spec)
+    kernel = kernel_class(spec.role, spec.family)(spec)
     with tempfile.TemporaryDirectory(prefix="gcmoe-") as folder:
         options = f"{OPTIONS} --gpu-arch {spec.arch} --dump-dir {folder}"
         compiled = cute.compile(kernel, *kernel.example_arguments(), options=options)

@@ -12,6 +12,7 @@ from gcmoe.kernels.build import DSL_PACKAGE, cache_directory, dsl_version, get_k
 from gcmoe.kernels.spec import kernel_specs
 from gcmoe.models import MODELS, Model, get_model, share
 from gcmoe.plan import LayerPlan, make_plan
+from gcmoe.plan.targets import FAMILIES, USUAL_SMS, family_of
 
 DEFAULT_CAPACITIES = (8, 64, 256)
 SHAPE_OPTIONS = ("hidden", "intermediate", "experts", "top_k")
@@ -36,10 +37,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="T",
         help="capacities; default: 8 64 256",
     )
-    parser.add_argument("--sms", type=int, default=132, metavar="N", help="of the GPU; 132")
+    parser.add_argument("--sms", type=int, metavar="N", help="of the GPU; 132, on Blackwell 148")
     parser.add_argument("--dispatch-sms", type=int, metavar="N", help="default: by capacity")
     parser.add_argument("--ring-slots", type=int, metavar="S", help="default: by capacity")
-    parser.add_argument("--arch", default="sm_90a", choices=["sm_90a"])
+    parser.add_argument("--arch", default="sm_90a", choices=list(FAMILIES), help="default: sm_90a")
     parser.add_argument("--out", metavar="DIR", help="default: the cache of this user")
     parser.add_argument("--trace", action="store_true", help="kernels with timestamps")
 
@@ -66,7 +67,15 @@ def model_of(ns: argparse.Namespace) -> Model:
 
 def plan_of(config: MoEConfig, ranks: int, ns: argparse.Namespace) -> LayerPlan:
     """The plan of one capacity, as the options ask."""
-    return make_plan(config, ranks, ns.sms, dispatch_sms=ns.dispatch_sms, ring_slots=ns.ring_slots)
+    family = family_of(ns.arch)
+    return make_plan(
+        config,
+        ranks,
+        ns.sms or USUAL_SMS[family],
+        dispatch_sms=ns.dispatch_sms,
+        ring_slots=ns.ring_slots,
+        family=family,
+    )
 
 
 def compile_layer(plan: LayerPlan, ns: argparse.Namespace, out: str) -> list[tuple[str, ...]]:

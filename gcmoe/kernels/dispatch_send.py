@@ -75,8 +75,8 @@ def mark_special(codes: Any, magnitudes: list[Any]) -> Any:
 
 
 @cute.jit
-def quantise(a: Any, b: Any, c: Any, d: Any):
-    """Codes of a lane's 8 columns as two words, and the scale byte of the 16 lanes' window."""
+def quantise(a: Any, b: Any, c: Any, d: Any, lanes: cutlass.Constexpr = 16):
+    """Codes of a lane's 8 columns as two words, and the scale byte of ``lanes`` lanes' columns."""
     mask = U32(0x7FFF_7FFF)
     pairs = ptx.umax_u16x2(ptx.umax_u16x2(a & mask, b & mask), ptx.umax_u16x2(c & mask, d & mask))
     amax = ptx.umax(pairs & U32(0xFFFF), pairs >> 16)
@@ -85,8 +85,8 @@ def quantise(a: Any, b: Any, c: Any, d: Any):
         amax = U32(0)
         for half in halves((a, b, c, d)):
             amax = ptx.umax(amax, finite_bits(half))
-    for i in cutlass.range_constexpr(4):
-        amax = ptx.umax(amax, cute.arch.shuffle_sync_bfly(amax, 8 >> i))
+    for i in cutlass.range_constexpr(lanes.bit_length() - 1):
+        amax = ptx.umax(amax, cute.arch.shuffle_sync_bfly(amax, (lanes // 2) >> i))
     # ceil(log2(amax / 448)) from the bits: 448 = 1.75 * 2^8, and 9 keeps 2^-e a normal number.
     t = ptx.umax(((amax << 16) + U32(0x1F_FFFF)) >> 23, U32(9))
     inverse = ptx.float_of((U32(262) - t) << 23)

@@ -1,4 +1,5 @@
-"""Every piece of inline PTX of the project; nothing else emits assembly.
+"""The inline PTX of all architectures; what only Blackwell has is in ``ptx_sm100``. Nothing else
+emits assembly.
 
 Functions without side effects may be moved and merged by the compiler; the others stay where they
 are and order the memory accesses around them. Addresses are 64-bit integers in global memory and
@@ -60,6 +61,10 @@ def _emit(
         kind(llvm.extractvalue(_TYPES[kind](), out, [i], loc=loc, ip=ip))
         for i, kind in enumerate(results)
     )
+
+
+emit = _emit
+"""For the file that holds the PTX of one architecture."""
 
 
 # --------------------------------------------------------------------------- arithmetic

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from gcmoe.plan import LayerPlan
-from gcmoe.plan.layer import TilePlan
+from gcmoe.plan.targets import Family, family_of
 from gcmoe.protocol import Role, WorkspaceShape
 
 ParameterKind = Literal["peers", "u64", "i64", "i32", "tensor_map"]
@@ -34,7 +34,7 @@ class KernelSpec:
         shape: workspace constants.
         num_experts: E over all ranks.
         clamp: limit of the clamped SwiGLU, None for none.
-        tiles: tile plan of the compute kernel.
+        tiles: tile plan of the compute kernel, a ``TilePlan`` or ``TilePlanSm100`` by family.
         dispatch_ctas: grid of dispatch, one CTA per SM of its partition.
         trace: record in-kernel timestamps; costs nothing when off.
         jitter_ns: for tests, every CTA starts late by a pseudo-random time below this; nothing is
@@ -47,11 +47,23 @@ class KernelSpec:
     shape: WorkspaceShape
     num_experts: int
     clamp: float | None
-    tiles: TilePlan
+    tiles: Any
     dispatch_ctas: int
     trace: bool = False
     jitter_ns: int = 0
     prefetch: bool = True
+
+    def __post_init__(self) -> None:
+        if self.shape.has_atoms != (self.family == "sm100"):
+            raise ValueError(
+                f"arch = {self.arch!r}: the plan is for another family "
+                f"(scale_columns = {self.shape.scale_columns})"
+            )
+
+    @property
+    def family(self) -> Family:
+        """The family of kernels of ``arch``."""
+        return family_of(self.arch)
 
     @property
     def symbol(self) -> str:
@@ -92,6 +104,16 @@ class KernelSpec:
             maps: list[tuple[str, ParameterKind]] = [
                 (f"ring_rows_{width}", "tensor_map") for width in self.tiles.widths
             ]
+            if self.family == "sm100":
+                return _parameters(
+                    *head,
+                    ("w13_scale", "u64"),
+                    ("w2_scale", "u64"),
+                    *tail,
+                    ("w13_codes", "tensor_map"),
+                    ("w2_codes", "tensor_map"),
+                    *maps,
+                )
             return _parameters(
                 *head,
                 ("w13", "u64"),

@@ -23,7 +23,7 @@ from gcmoe.numerics.layouts import (
     unpermute_window,
     unswizzle128,
 )
-from gcmoe.numerics.packing import ARCHS, pack, unpack
+from gcmoe.numerics.packing import ARCHS, Packed, pack, packed_form, unpack
 from gcmoe.numerics.packing_sm90 import (
     BlockExceptions,
     PackedWeights,
@@ -58,6 +58,7 @@ __all__ = [
     "BlockExceptions",
     "Comparison",
     "ExpertWeights",
+    "Packed",
     "PackedWeights",
     "PackedWeightsSm100",
     "RebasedRows",
@@ -78,6 +79,7 @@ __all__ = [
     "moe_unquantized",
     "pack",
     "pack_sm100",
+    "packed_form",
     "packed_layout",
     "permute_window",
     "quantize_e4m3",

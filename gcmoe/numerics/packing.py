@@ -4,15 +4,24 @@ from __future__ import annotations
 
 from typing import Literal, overload
 
+import torch
 from torch import Tensor
 
 from gcmoe.config import MoEConfig
-from gcmoe.numerics.packing_sm90 import PackedWeights, pack_sm90, unpack_sm90
-from gcmoe.numerics.packing_sm100 import PackedWeightsSm100, pack_sm100, unpack_sm100
+from gcmoe.numerics.packing_sm90 import PackedWeights, pack_sm90, packed_layout, unpack_sm90
+from gcmoe.numerics.packing_sm100 import (
+    PackedWeightsSm100,
+    pack_sm100,
+    packed_layout_sm100,
+    unpack_sm100,
+)
 from gcmoe.numerics.weights import ExpertWeights
 
 ARCHS = ("sm90", "sm100")
 """Accepted values of ``arch``."""
+
+Packed = PackedWeights | PackedWeightsSm100
+"""What :func:`pack` returns."""
 
 DEFAULT_MAX_RESCALE_ERROR = 2.0**-10
 
@@ -38,8 +47,8 @@ def pack(
     *,
     arch: str = "sm90",
     max_rescale_error: float = DEFAULT_MAX_RESCALE_ERROR,
-    out: PackedWeights | PackedWeightsSm100 | None = None,
-) -> PackedWeights | PackedWeightsSm100:
+    out: Packed | None = None,
+) -> Packed:
     """Pack one rank's weights for the kernels, on the device that they are on.
 
     Works through the experts in steps of about 16 MiB, so temporaries stay small. It waits for
@@ -76,7 +85,24 @@ def pack(
     return pack_sm90(*weights, config, max_rescale_error=max_rescale_error, out=out)
 
 
-def unpack(packed: PackedWeights | PackedWeightsSm100) -> ExpertWeights:
+def packed_form(
+    arch: str, experts: int, hidden: int, intermediate: int
+) -> tuple[type[Packed], dict[str, tuple[torch.dtype, tuple[int, ...]]]]:
+    """What :func:`pack` makes for an architecture.
+
+    Returns:
+        The record's type, and dtype and shape of the tensors that kernels read, by name.
+
+    Raises:
+        ValueError: ``arch`` is unknown.
+    """
+    _check_arch(arch)
+    if arch == "sm100":
+        return PackedWeightsSm100, packed_layout_sm100(experts, hidden, intermediate)
+    return PackedWeights, packed_layout(experts, hidden, intermediate)
+
+
+def unpack(packed: Packed) -> ExpertWeights:
     """The checkpoint tensors that the packer was given, byte for byte, as uint8.
 
     Args:

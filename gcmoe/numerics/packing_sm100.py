@@ -83,6 +83,20 @@ class PackedWeightsSm100:
         return sum(x.nbytes for x in (self.w13, self.w13_scale, self.w2, self.w2_scale))
 
 
+def packed_layout_sm100(
+    experts: int, hidden: int, intermediate: int
+) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    """dtype and shape of the tensors of :class:`PackedWeightsSm100`, by name."""
+    w13 = (experts, intermediate // HALF_ROWS, hidden // WINDOW)
+    w2 = (experts, hidden // TILE_ROWS, intermediate // WINDOW)
+    return {
+        "w13": (torch.uint8, (*w13, BURST_BYTES)),
+        "w13_scale": (torch.uint8, (*w13, 2, ATOM_BYTES)),
+        "w2": (torch.uint8, (*w2, BURST_BYTES)),
+        "w2_scale": (torch.uint8, (*w2, 2, ATOM_BYTES)),
+    }
+
+
 def pack_sm100(
     w13: Tensor,
     w13_scale: Tensor,
@@ -187,15 +201,8 @@ def _by_half(name: str, x: Tensor) -> Tensor:
 
 def _packed_shapes(weights: ExpertWeights) -> dict[str, tuple[int, ...]]:
     """Shapes of the four tensors, in the order of the record's attributes."""
-    experts, h, i = weights.num_experts, weights.hidden, weights.intermediate
-    w13 = (experts, i // HALF_ROWS, h // WINDOW)
-    w2 = (experts, h // TILE_ROWS, i // WINDOW)
-    return {
-        "w13": (*w13, BURST_BYTES),
-        "w13_scale": (*w13, 2, ATOM_BYTES),
-        "w2": (*w2, BURST_BYTES),
-        "w2_scale": (*w2, 2, ATOM_BYTES),
-    }
+    layout = packed_layout_sm100(weights.num_experts, weights.hidden, weights.intermediate)
+    return {name: shape for name, (_, shape) in layout.items()}
 
 
 def _check_out(out: PackedWeightsSm100, weights: ExpertWeights) -> None:

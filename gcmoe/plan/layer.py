@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from gcmoe.config import MAX_TOKENS, MoEConfig
+from gcmoe.plan import tiles_sm100
+from gcmoe.plan.targets import Family
 from gcmoe.protocol import WorkspaceShape
+from gcmoe.protocol.ring import WINDOW_COLUMNS
+from gcmoe.protocol.workspace import MX_COLUMNS
 
 SM_GRANULE = 8
 NUM_WIDTHS = 4
@@ -133,7 +138,10 @@ def choose_split(max_tokens: int) -> SplitRow:
 
 @dataclass(frozen=True, slots=True)
 class LayerPlan:
-    """Everything that kernels and runtime need to know; equal on all ranks."""
+    """Everything that kernels and runtime need to know; equal on all ranks.
+
+    ``tiles`` is a :class:`TilePlan`, or a ``TilePlanSm100`` where the family is sm100.
+    """
 
     config: MoEConfig
     num_ranks: int
@@ -141,7 +149,7 @@ class LayerPlan:
     dispatch_sms: int
     late_ctas: int
     """CTAs of compute that run in the dispatch partition once dispatch has ended."""
-    tiles: TilePlan
+    tiles: Any
     workspace: WorkspaceShape
 
     @property
@@ -182,6 +190,7 @@ def make_plan(
     dispatch_sms: int | None = None,
     ring_slots: int | None = None,
     late_compute: bool | None = None,
+    family: Family = "sm90",
 ) -> LayerPlan:
     """The plan of a layer.
 
@@ -194,6 +203,7 @@ def make_plan(
         ring_slots: S; None takes the power of two that holds every block, within 256 MiB.
         late_compute: whether compute runs on the dispatch SMs too once dispatch has ended; None
             takes it from :data:`SPLIT_TABLE`.
+        family: of kernels; decides tiles and the form of activation scales.
 
     Raises:
         ValueError: a limit of the configuration, of the partition or of dispatch is exceeded.
@@ -211,7 +221,10 @@ def make_plan(
             f"below the {num_sms} SMs of the GPU"
         )
     mean_rows = config.max_tokens * num_ranks * config.top_k / config.num_experts
-    tiles = choose_tiles(mean_rows)
+    tiles: Any = choose_tiles(mean_rows)
+    scale_columns = WINDOW_COLUMNS
+    if family == "sm100":
+        tiles, scale_columns = tiles_sm100.choose_tiles(mean_rows), MX_COLUMNS
     shape = WorkspaceShape(
         hidden=config.hidden,
         intermediate=config.intermediate,
@@ -223,6 +236,7 @@ def make_plan(
         slot_rows=tiles.max_width,
         block_rows=tiles.max_width,
         header_words=max(HEADER_WORDS, dispatch_sms),
+        scale_columns=scale_columns,
     )
     slot_bytes = tiles.max_width * (shape.row_stride + config.intermediate)
     most_slots = MAX_RING_BYTES // slot_bytes

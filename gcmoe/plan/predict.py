@@ -169,11 +169,12 @@ def guessed_bytes(plan: LayerPlan, routing: Routing) -> float:
     A CTA's guess holds when each expert up to its own has exactly one block.
     """
     tiling, right = Tiling.of(plan), 0.0
+    stages: int = plan.tiles.stages
     for cta in range(plan.compute_sms):
         block = cta // tiling.w1_tiles
         if block < plan.workspace.local_experts:
             right += routing.one_block ** (block + 1)
-    return right * min(plan.tiles.stages, tiling.w1_units) * UNIT_BYTES
+    return right * min(stages, tiling.w1_units) * UNIT_BYTES
 
 
 def consumer_us(plan: LayerPlan, gpu: Gpu, routing: Routing, constants: Constants) -> float:

@@ -37,6 +37,7 @@ from gcmoe.protocol.workspace import (
     FIRST_GENERATION,
     Region,
     WorkspaceShape,
+    atom_word,
     fragment_position,
 )
 
@@ -73,6 +74,7 @@ __all__ = [
     "Word64",
     "WorkOrder",
     "WorkspaceShape",
+    "atom_word",
     "fragment_position",
     "header_words",
     "is_less",

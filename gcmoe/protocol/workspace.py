@@ -13,6 +13,8 @@ from gcmoe.protocol.codecs import BlockEntry
 from gcmoe.protocol.ring import WINDOW_COLUMNS, Arrivals, TokenRing, W1Bitmap
 
 LINE = 128
+MX_COLUMNS = 32
+ATOM_ROWS = 128
 BASES_WORDS = ("generation", "epoch_base", "slot_base", "arrivals_base")
 FIRST_GENERATION = 1
 
@@ -51,6 +53,8 @@ class WorkspaceShape:
         slot_rows: U, rows of a slot.
         block_rows: BM <= U, rows of a full block.
         header_words: Q, receive-header words per source, at least the largest dispatch grid.
+        scale_columns: columns under one activation scale, 128 (Hopper) or 32 (Blackwell). With 32
+            the scales of a window lie in atoms, as the block-scaled MMA reads them.
     """
 
     hidden: int
@@ -63,6 +67,7 @@ class WorkspaceShape:
     slot_rows: int
     block_rows: int
     header_words: int
+    scale_columns: int = WINDOW_COLUMNS
 
     def __post_init__(self) -> None:
         if not 0 < self.block_rows <= self.slot_rows:
@@ -79,6 +84,14 @@ class WorkspaceShape:
                 raise ValueError(f"{name} = {getattr(self, name)}: must be positive")
         if self.hidden < 1 or self.hidden % WINDOW_COLUMNS:
             raise ValueError(f"hidden = {self.hidden}: a positive multiple of {WINDOW_COLUMNS}")
+        if self.scale_columns not in (WINDOW_COLUMNS, MX_COLUMNS):
+            raise ValueError(
+                f"scale_columns = {self.scale_columns}: {WINDOW_COLUMNS} or {MX_COLUMNS}"
+            )
+        if self.has_atoms and self.slot_rows > ATOM_ROWS:
+            raise ValueError(
+                f"slot_rows = {self.slot_rows}: at most {ATOM_ROWS}, the rows of a scale atom"
+            )
         # The parts check the rest.
         _ = self.ring, self.bitmap
 
@@ -106,8 +119,20 @@ class WorkspaceShape:
 
     @property
     def row_stride(self) -> int:
-        """Bytes of a staged row: H codes, H/128 scale exponents, padded to a multiple of 128."""
-        return -(-(self.hidden + self.num_windows) // LINE) * LINE
+        """Bytes of a staged row: H codes, a scale exponent per ``scale_columns`` columns, padded to
+        a multiple of 128."""
+        return -(-(self.hidden + self.hidden // self.scale_columns) // LINE) * LINE
+
+    @property
+    def has_atoms(self) -> bool:
+        """Activation scales lie in atoms of the block-scaled MMA."""
+        return self.scale_columns == MX_COLUMNS
+
+    @property
+    def scale_words(self) -> int:
+        """32-bit words of the activation scales of one slot and 128-column window: an FP32 scale
+        per row, or an atom."""
+        return ATOM_ROWS if self.has_atoms else self.slot_rows
 
     @property
     def max_blocks(self) -> int:
@@ -121,6 +146,9 @@ class WorkspaceShape:
     def regions(self) -> tuple[Region, ...]:
         s, u, r = self.num_slots, self.slot_rows, self.num_ranks
         windows, a_windows = self.num_windows, self.intermediate // WINDOW_COLUMNS
+        scale, order, staged = "[U] f32", "fragment order", "permuted in each window, then H/128"
+        if self.has_atoms:
+            scale, order, staged = f"[{ATOM_ROWS}] u8x4", "row order", "in column order, then H/32"
         cell, data = (True, False), (False, False)
         remote_cell, remote_data = (True, True), (False, True)
         rows: list[tuple[str, str, int, int, tuple[bool, bool], str]] = [
@@ -154,14 +182,14 @@ class WorkspaceShape:
             ),
             ("block_table", "[max_blocks] u32", self.max_blocks, 4, data, "BlockEntry"),
             ("ring_meta", "[S][U] u32", s * u, 4, data, "RowMeta"),
-            ("ring_weight", "[S][U] f32", s * u, 4, data, "routing weights, fragment order"),
+            ("ring_weight", "[S][U] f32", s * u, 4, data, f"routing weights, {order}"),
             (
                 "ring_scale",
-                "[S][H/128][U] f32",
-                s * windows * u,
+                f"[S][H/128]{scale}",
+                s * windows * self.scale_words,
                 4,
                 data,
-                "token scales per window, fragment order",
+                f"token scales per window, {'atoms' if self.has_atoms else order}",
             ),
             (
                 "ring_rows",
@@ -171,7 +199,14 @@ class WorkspaceShape:
                 data,
                 "staged rows as pulled",
             ),
-            ("a_scale", "[S][I/128][U] f32", s * a_windows * u, 4, data, "scales of a"),
+            (
+                "a_scale",
+                f"[S][I/128]{scale}",
+                s * a_windows * self.scale_words,
+                4,
+                data,
+                f"scales of a{', atoms' if self.has_atoms else ''}",
+            ),
             (
                 "a_rows",
                 "[S][I/128][U*128] u8",
@@ -186,7 +221,7 @@ class WorkspaceShape:
                 self.max_tokens,
                 self.row_stride,
                 remote_data,
-                "H E4M3 codes permuted in each window, then H/128 UE8M0 exponents",
+                f"H E4M3 codes {staged} UE8M0 exponents",
             ),
             (
                 "combine",
@@ -245,3 +280,12 @@ def fragment_position(row: int, slot_rows: int) -> int:
     """
     t, j, c = (row >> 1) & 3, row >> 3, row & 1
     return t * (slot_rows // 4) + 2 * j + c
+
+
+def atom_word(row: int) -> int:
+    """Which 32-bit word of a scale atom holds the four scales of row ``row`` below 128.
+
+    An atom is 128 rows x 128 columns of a block-scaled operand; byte k of the word is the UE8M0
+    scale of columns 32k..32k+31. Source: PTX ISA, scale factor layout of ``tcgen05.mma``.
+    """
+    return (row & 31) * 4 + (row >> 5)

@@ -9,7 +9,8 @@ from typing import Any
 
 from gcmoe.config import MoEConfig
 from gcmoe.kernels.build import source_digest
-from gcmoe.plan import LayerPlan
+from gcmoe.plan import LayerPlan, make_plan
+from gcmoe.plan.targets import Family
 from gcmoe.protocol import FIRST_GENERATION, Role
 from gcmoe.runtime.modules import LoadedKernel
 
@@ -67,6 +68,33 @@ def build_fingerprint(plan: LayerPlan, kernels: dict[Role, LoadedKernel]) -> dic
     for role, kernel in kernels.items():
         values[f"kernel {role.name.lower()}"] = kernel.checksum[:16]
     return values
+
+
+def draft_plan(
+    config: MoEConfig,
+    num_ranks: int,
+    dispatch_sms: int | None,
+    ring_slots: int | None,
+    late_compute: bool | None,
+    serial: bool,
+    family: Family,
+) -> LayerPlan:
+    """The plan before the driver has split the SMs; arguments as of the operator.
+
+    Raises:
+        ValueError: a limit is exceeded.
+    """
+    plan = make_plan(
+        config,
+        num_ranks,
+        dispatch_sms=dispatch_sms,
+        ring_slots=ring_slots,
+        late_compute=late_compute,
+        family=family,
+    )
+    if serial:
+        require_whole_ring(plan)
+    return plan
 
 
 def require_whole_ring(plan: LayerPlan) -> None:

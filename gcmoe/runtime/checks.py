@@ -10,11 +10,10 @@ from torch import Tensor
 from gcmoe.protocol import WorkspaceShape
 
 ALIGNMENT = 16
+MAP_ALIGNMENT = 32  # of a tensor map over 4-bit elements
 BF16 = (torch.bfloat16,)
 INTEGERS = (torch.int32, torch.int64)
 FP32 = (torch.float32,)
-
-ARCH = "sm90"
 
 
 def tensor_error(
@@ -107,6 +106,7 @@ def require_output(
 
 def require_weights(
     packed: Any,
+    kind: type[Any],
     layout: dict[str, tuple[torch.dtype, tuple[int, ...]]],
     shape: WorkspaceShape,
     device: torch.device,
@@ -114,14 +114,21 @@ def require_weights(
     """Packed weights fit a workspace and the kernels.
 
     Args:
+        kind: the record that ``pack`` returns for the family of the kernels.
         layout: dtype and shape, by name, of the tensors of packed weights of this workspace.
 
     Raises:
-        TypeError: a field is not a tensor.
+        TypeError: it is no such record, or a field is not a tensor.
         ValueError: they do not fit; names the field or the numbers.
     """
-    if packed.arch != ARCH:
-        raise ValueError(f"packed.arch is {packed.arch!r}, must be {ARCH!r}")
+    arch, alignment = ("sm100", MAP_ALIGNMENT) if shape.has_atoms else ("sm90", ALIGNMENT)
+    if not isinstance(packed, kind):
+        raise TypeError(
+            f"packed must be {kind.__name__}, as gcmoe.pack(..., arch={arch!r}) returns, got "
+            f"{type(packed).__name__}"
+        )
+    if packed.arch != arch:
+        raise ValueError(f"packed.arch is {packed.arch!r}, must be {arch!r}")
     for name, (_, wanted_shape) in layout.items():
         tensor = getattr(packed, name)
         if not isinstance(tensor, Tensor):
@@ -147,5 +154,5 @@ def require_weights(
             )
         if tensor.device != device:
             raise ValueError(f"packed.{name} is on {tensor.device}, must be on {device}")
-        if not tensor.is_contiguous() or tensor.data_ptr() % ALIGNMENT:
-            raise ValueError(f"packed.{name} must be contiguous and aligned to 16 bytes")
+        if not tensor.is_contiguous() or tensor.data_ptr() % alignment:
+            raise ValueError(f"packed.{name} must be contiguous and aligned to {alignment} bytes")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 
@@ -10,12 +11,21 @@ import torch
 from gcmoe.errors import CaptureError, DeviceFault, UnsupportedDevice
 from gcmoe.runtime import driver, faults
 
-CAPABILITY = (9, 0)
-ARCH = "sm_90a"
+TARGETS = {(9, 0): "sm_90a", (10, 0): "sm_100a", (10, 3): "sm_103a"}
+"""What kernels are compiled for, by compute capability."""
+
+RECORDS: dict[str, str] = {
+    "sm_90a": "bench/results/speed-deepseek-v4-flash-20261129T232905Z.json",
+}
+"""A committed record of a correct layer on a GPU, by target: the first to run it adds a row."""
+
 MIN_DRIVER = 13000
-
-
-REQUIRED = "GC-MoE requires a GPU of compute capability 9.0 and a driver for CUDA 13.0 or newer"
+CAPABILITIES = "9.0, 10.0 or 10.3"
+REQUIRED = (
+    f"GC-MoE requires a GPU of compute capability {CAPABILITIES} and a driver for CUDA 13.0 or "
+    "newer"
+)
+NOT_YET_RUN = "compiled, not yet run: docs/blackwell.md locates the first failure"
 
 
 def choose_device(device: torch.device | str | int | None) -> torch.device:
@@ -40,19 +50,35 @@ def choose_device(device: torch.device | str | int | None) -> torch.device:
     return torch.device("cuda", index)
 
 
-def require_device(device: torch.device) -> None:
-    """The device can run the kernels; its primary context is alive afterwards.
+def arch_of(device: torch.device) -> str:
+    """The target of the kernels for a device.
 
     Raises:
-        UnsupportedDevice: not compute capability 9.0, or a driver older than CUDA 13.0; says what
-            was required and what was found.
+        UnsupportedDevice: there are none for its compute capability.
     """
     capability = torch.cuda.get_device_capability(device)
-    if capability != CAPABILITY:
+    if capability not in TARGETS:
         raise UnsupportedDevice(
             f"{REQUIRED}; found {torch.cuda.get_device_name(device)} of compute capability "
             f"{capability[0]}.{capability[1]}"
         )
+    return TARGETS[capability]
+
+
+def warn_if_not_yet_run(arch: str) -> None:
+    """Warn about kernels that no committed record shows to be right on a GPU."""
+    if arch not in RECORDS:
+        warnings.warn(f"the kernels for {arch} are {NOT_YET_RUN}", RuntimeWarning, stacklevel=3)
+
+
+def require_device(device: torch.device) -> None:
+    """The device can run the kernels; its primary context is alive afterwards.
+
+    Raises:
+        UnsupportedDevice: no target, or a driver older than CUDA 13.0; says what was required and
+            what was found.
+    """
+    arch_of(device)
     version = driver.version()
     if version < MIN_DRIVER:
         raise UnsupportedDevice(

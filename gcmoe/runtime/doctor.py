@@ -68,13 +68,18 @@ def gpu(ns: argparse.Namespace) -> Findings:
         return
     for i in range(torch.cuda.device_count()):
         facts = torch.cuda.get_device_properties(i)
-        fits = (facts.major, facts.minor) == device.CAPABILITY
+        arch = device.TARGETS.get((facts.major, facts.minor))
         text = (
             f"{i}: {facts.name}, compute capability {facts.major}.{facts.minor}, "
             f"{facts.multi_processor_count} SMs, {facts.total_memory / 2**30:.0f} GiB"
         )
-        level = OK if fits else BAD if i == ns.device else NOTE
-        yield Finding(level, "GPU", text if fits else text + ": 9.0 is required")
+        if arch is None:
+            level = BAD if i == ns.device else NOTE
+            yield Finding(level, "GPU", f"{text}: {device.CAPABILITIES} is required")
+        elif arch in device.RECORDS:
+            yield Finding(OK, "GPU", text)
+        else:
+            yield Finding(NOTE, "GPU", f"{text}: kernels for {arch} are {device.NOT_YET_RUN}")
 
 
 def partitions(ns: argparse.Namespace) -> Findings:

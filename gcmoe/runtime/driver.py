@@ -19,6 +19,9 @@ from gcmoe.errors import GCMoEError
 __all__ = ["DriverError", "call", "check", "cu", "current", "encode_tiled", "name_of", "version"]
 
 TENSOR_MAP_BYTES = 128
+BYTES = "CU_TENSOR_MAP_DATA_TYPE_UINT8"
+PADDED_NIBBLES = "CU_TENSOR_MAP_DATA_TYPE_16U4_ALIGN16B"
+"""16 elements of 4 bits become 8 bytes of shared memory and 8 that are left undefined."""
 
 
 class DriverError(GCMoEError):
@@ -78,9 +81,14 @@ def _library() -> ctypes.CDLL:
 
 
 def encode_tiled(
-    target: int, address: int, dims: Sequence[int], strides: Sequence[int], box: Sequence[int]
+    target: int,
+    address: int,
+    dims: Sequence[int],
+    strides: Sequence[int],
+    box: Sequence[int],
+    data_type: str = BYTES,
 ) -> None:
-    """Encode a tensor map of bytes with 128-byte swizzle at host address ``target``.
+    """Encode a tensor map with 128-byte swizzle at host address ``target``.
 
     The driver wants the map aligned to 64 bytes, which a ``CUtensorMap`` of the bindings need not
     be, so this calls the library itself.
@@ -88,9 +96,11 @@ def encode_tiled(
     Args:
         target: host address of 128 bytes, a multiple of 64.
         address: device address of the first byte, a multiple of 16.
-        dims: extents, the contiguous dimension first; elements are bytes.
+        dims: extents in elements, the contiguous dimension first.
         strides: bytes between neighbours in dimensions 1 and up; multiples of 16.
         box: extents of one load.
+        data_type: of the elements, BYTES or PADDED_NIBBLES. With nibbles address and strides are
+            multiples of 32, ``dims[0]`` is one of 128 and ``box[0]`` is 128.
 
     Raises:
         DriverError: the driver refuses the map.
@@ -99,7 +109,7 @@ def encode_tiled(
     u64, u32 = ctypes.c_uint64, ctypes.c_uint32
     status = _library().cuTensorMapEncodeTiled(
         ctypes.c_void_p(target),
-        ctypes.c_int(int(cu.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_UINT8)),
+        ctypes.c_int(int(getattr(cu.CUtensorMapDataType, data_type))),
         u32(rank),
         ctypes.c_void_p(address),
         (u64 * rank)(*dims),

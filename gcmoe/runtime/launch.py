@@ -7,14 +7,21 @@ at once afterwards.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gcmoe.kernels.spec import KernelSpec, Parameter
+from gcmoe.protocol.ring import WINDOW_COLUMNS
 from gcmoe.runtime import driver
 
 TENSOR_MAP_ALIGN = 128
-WINDOWS_PER_LOAD = 2
+WINDOWS_PER_LOAD = {"sm90": 2, "sm100": 1}
+TILE_ROWS = 256
+WEIGHTS = {
+    "sm90": ("w13", "w13_row_scale", "w2", "w2_row_scale"),
+    "sm100": ("w13", "w13_scale", "w2", "w2_scale"),
+}
+"""The tensors of packed weights that compute reads, by family."""
 _SCALARS = {"u64": ctypes.c_uint64, "i64": ctypes.c_int64, "i32": ctypes.c_int32}
 
 
@@ -23,7 +30,8 @@ class Arguments:
 
     Attributes:
         fields: by parameter name, the ctypes object that holds the value: ``.value`` of a scalar,
-            items of ``peers``. Tensor maps are not in it; see :meth:`encode_ring_maps`.
+            items of ``peers``. Tensor maps are not in it; see :meth:`encode_ring_maps` and
+            :meth:`set_weights`.
         address: of the array of pointers to the values, as ``kernelParams`` wants it.
     """
 
@@ -78,7 +86,8 @@ class Arguments:
         """Encode the tensor maps ``ring_rows_N`` over the ring rows of a workspace.
 
         Dimensions: 128 bytes of a window, S * U ring rows, H/128 windows of a row. A load takes N
-        rows of two neighbouring windows: [2][N][128] bytes, each window swizzled by 128 bytes.
+        rows of two neighbouring windows, on Blackwell of one: [2][N][128] bytes, each window
+        swizzled by 128 bytes.
 
         Args:
             workspace: device address of this rank's workspace.
@@ -88,5 +97,32 @@ class Arguments:
         dims = (128, shape.num_slots * shape.slot_rows, shape.num_windows)
         strides = (shape.row_stride, 128)
         for name, address in self.map_addresses.items():
-            box = (128, int(name.rpartition("_")[2]), WINDOWS_PER_LOAD)
-            driver.encode_tiled(address, base, dims, strides, box)
+            if name.startswith("ring_rows_"):
+                box = (128, int(name.rpartition("_")[2]), WINDOWS_PER_LOAD[self.spec.family])
+                driver.encode_tiled(address, base, dims, strides, box)
+
+    def set_weights(self, addresses: Mapping[str, int]) -> None:
+        """Set the weights of compute: addresses, and on Blackwell the tensor maps of the codes.
+
+        Such a map has rows of 64 bytes, 128 codes; a load takes the 256 rows of one burst.
+
+        Args:
+            addresses: device addresses of the tensors of :data:`WEIGHTS`, by name.
+        """
+        shape = self.spec.shape
+        windows, blocks = shape.num_windows, shape.intermediate // WINDOW_COLUMNS
+        tiles = {"w13": blocks * windows, "w2": shape.hidden // TILE_ROWS * blocks}
+        for name, address in addresses.items():
+            target = self.map_addresses.get(f"{name}_codes")
+            if target is None:
+                self.fields[name].value = address
+            else:
+                dims = (WINDOW_COLUMNS, shape.local_experts * tiles[name] * TILE_ROWS)
+                driver.encode_tiled(
+                    target,
+                    address,
+                    dims,
+                    (WINDOW_COLUMNS // 2,),
+                    (WINDOW_COLUMNS, TILE_ROWS),
+                    driver.PADDED_NIBBLES,
+                )

@@ -36,10 +36,9 @@ from gcmoe.runtime.group import RankGroup
 BUDGETS_S = (0.2, 2.0)
 """Of compute, in turn: the second is for ranks that were late in the first."""
 
-WEIGHTS = ("w13", "w13_row_scale", "w2", "w2_row_scale")
-"""The parameters of compute that the probe has no layer for."""
 WINDOW_BYTES = 4 * 4352
-"""Packed weights of 256 rows x 128 columns, of which a tile of W1 has H/128."""
+"""Packed weights of 256 rows x 128 columns, of which a tile of W1 has H/128: codes and scales, in
+one piece or in two."""
 
 Kind = Literal["passed", "serialised", "late"]
 FEW_CONNECTIONS = tuple(str(n) for n in range(1, 8))

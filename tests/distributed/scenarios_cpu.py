@@ -61,6 +61,7 @@ class CpuPair:
         driver.cu = stand_in
         driver.encode_tiled = stand_in.encode_tiled
         device.choose_device = lambda _: torch.device("cpu")
+        device.arch_of = lambda _: "sm_90a"
         device.require_device = lambda _: None
         device.guard = lambda _: nullcontext()
         device.is_capturing = lambda: False

@@ -1,8 +1,9 @@
-"""The folder of the helpers on the path."""
+"""The folder of the helpers on the path, and the one of the data path model."""
 
 import sys
 from pathlib import Path
 
-FOLDER = str(Path(__file__).parent)
-if FOLDER not in sys.path:
-    sys.path.insert(0, FOLDER)
+FOLDER = Path(__file__).parent
+for folder in (FOLDER, FOLDER.parent / "numerics"):
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))

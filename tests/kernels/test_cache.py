@@ -14,7 +14,8 @@ from gcmoe.config import MoEConfig
 from gcmoe.errors import KernelCacheCorrupt, KernelNotCached
 from gcmoe.kernels import build
 from gcmoe.kernels.build import CompiledKernel
-from gcmoe.kernels.spec import KernelSpec, kernel_spec
+from gcmoe.kernels.spec import KernelSpec, kernel_spec, kernel_specs
+from gcmoe.models import get_model
 from gcmoe.plan import make_plan
 from gcmoe.protocol import Role
 
@@ -72,9 +73,11 @@ def test_the_directory_is_argument_then_environment_then_home(tmp_path, monkeypa
 
 
 def test_every_field_of_the_spec_is_in_the_key():
+    atoms = replace(SPEC.shape, scale_columns=32)
     other = [
         replace(SPEC, role=Role.DISPATCH),
-        replace(SPEC, arch="sm_100a"),
+        replace(SPEC, arch="sm_100a", shape=atoms),
+        replace(SPEC, arch="sm_103a", shape=atoms),
         replace(SPEC, num_experts=64),
         replace(SPEC, clamp=None),
         replace(SPEC, clamp=7.0),
@@ -87,6 +90,15 @@ def test_every_field_of_the_spec_is_in_the_key():
     keys = {build.cache_key(spec) for spec in (SPEC, *other)}
     assert len(keys) == len(other) + 1
     assert build.cache_key(replace(SPEC)) == build.cache_key(SPEC)
+
+
+def test_a_spec_and_its_plan_are_of_one_family():
+    with pytest.raises(ValueError, match=r"'sm_103a': the plan is for another family"):
+        replace(SPEC, arch="sm_103a")
+    with pytest.raises(ValueError, match=r"'sm_90a': the plan is for another family"):
+        replace(SPEC, shape=replace(SPEC.shape, scale_columns=32))
+    with pytest.raises(ValueError, match=r"arch = 'sm_120a': one of sm_90a, "):
+        replace(SPEC, arch="sm_120a")
 
 
 def test_the_source_is_in_the_key(tmp_path):
@@ -318,7 +330,7 @@ def test_registers_of_something_that_is_no_cubin():
 
 
 @pytest.mark.compile
-@pytest.mark.parametrize("role", list(build.KERNELS))
+@pytest.mark.parametrize("role", list(build.KERNELS["sm90"]))
 def test_every_role_compiles_into_the_cache(role, tmp_path, monkeypatch):
     pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
     spec = replace(SPEC, role=role)
@@ -327,3 +339,18 @@ def test_every_role_compiles_into_the_cache(role, tmp_path, monkeypatch):
     without_dsl(monkeypatch)
     again = build.get_kernel(spec, tmp_path)
     assert (again.cubin, again.smem_bytes) == (kernel.cubin, kernel.smem_bytes)
+
+
+@pytest.mark.compile
+def test_the_command_fills_the_cache_for_blackwell(tmp_path, monkeypatch, capsys):
+    """And the folder serves a machine without the compiler, for a GPU with other SMs too."""
+    pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
+    from gcmoe import cli
+
+    words = "compile --arch sm_103a --model deepseek-v4.1-flash --ranks 8 --max-tokens 64 --out"
+    assert cli.main([*words.split(), str(tmp_path)]) == 0
+    assert capsys.readouterr().out.count("compiled") == 3
+    without_dsl(monkeypatch)
+    plan = make_plan(get_model("deepseek-v4.1-flash").config(64), 8, 160, family="sm100")
+    for spec in kernel_specs(plan, "sm_103a"):
+        assert build.get_kernel(spec, tmp_path).from_cache

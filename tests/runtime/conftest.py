@@ -172,7 +172,9 @@ class FakeDevice:
         self.stream = 0
         self.capturing = False
         self.syncs = 0
+        self.arch = "sm_90a"
         monkeypatch.setattr(device, "choose_device", lambda _: torch.device("cpu"))
+        monkeypatch.setattr(device, "arch_of", lambda _: self.arch)
         monkeypatch.setattr(device, "require_device", lambda _: None)
         monkeypatch.setattr(device, "guard", lambda _: nullcontext())
         monkeypatch.setattr(device, "is_current", lambda _: True)

@@ -14,6 +14,7 @@ from gcmoe.operator import MoE
 from gcmoe.protocol import Cell, Role
 from gcmoe.protocol.faults import NO_PEER
 from gcmoe.runtime import memory, probe
+from gcmoe.runtime.launch import WEIGHTS
 from gcmoe.runtime.probe import BUDGETS_S, Verdict, failure_of, judge, likely_cause
 
 CONFIG = MoEConfig(256, 128, 8, 2, 16, spin_budget_s=0.5)
@@ -214,4 +215,4 @@ def test_compute_gets_room_for_the_weights_that_it_guesses(make, standin):
     assert probe.weight_bytes(shape, 1000) == packed.w13.nbytes
     assert probe.weight_bytes(shape, 3) == 3 * packed.w13[0, 0].nbytes
     names = [parameter.name for parameter in op._specs[Role.COMPUTE].parameters]
-    assert set(probe.WEIGHTS) <= set(names)
+    assert set(WEIGHTS["sm90"]) <= set(names)

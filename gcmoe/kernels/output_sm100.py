@@ -1,0 +1,314 @@
+"""From accumulators to memory: epilogue and publisher of the Blackwell compute kernel."""
+
+import cutlass
+import cutlass.cute as cute
+
+from gcmoe.kernels import ptx, sync
+from gcmoe.kernels import ptx_sm100 as ptx100
+from gcmoe.kernels.layout_sm100 import (
+    ATOM_BYTES,
+    HALF_ROWS,
+    OUTPUT_STRIDE,
+    WINDOW,
+    TensorMemory,
+    swizzled_byte,
+)
+from gcmoe.kernels.ptx_sm100 import ACCUMULATOR_COLUMNS
+from gcmoe.kernels.records import QUEUE_ENTRIES, RECORD_WORDS, Kind, Word
+from gcmoe.kernels.spec import KernelSpec
+from gcmoe.kernels.trace_words import ComputeTrace, ItemTrace
+from gcmoe.protocol import RowMeta, atom_word
+from gcmoe.protocol.edges import ARRIVALS, EMPTY, W1_DONE
+from gcmoe.protocol.order import W2_COLUMNS
+from gcmoe.protocol.ring import UNIT_COLUMNS
+
+U32, U64, I32, I64 = cutlass.Uint32, cutlass.Uint64, cutlass.Int32, cutlass.Int64
+F32 = cutlass.Float32
+
+WARP = 32
+EPILOGUE_WARPS = HALF_ROWS // WARP
+LOG2_E = 1.4426950408889634
+
+
+class Epilogue:
+    """Four warps, one for each 32 lanes of tensor memory: a thread is a weight row, and a warp the
+    32 features of one MX block.
+
+    They leave one finished tile in the staging buffer and a record of it; see :class:`Publisher`.
+    """
+
+    def __init__(self, spec: KernelSpec, memory: TensorMemory) -> None:
+        self.spec, self.memory = spec, memory
+        self.max_width = spec.tiles.max_width
+
+    @cute.jit
+    def epilogue_warps(self, at, columns, tid, events):
+        """Items in queue order; ``columns`` is the first allocated column."""
+        lanes = columns + (U32(tid // WARP) << U32(21))
+        q, item_parity, b, full_parity = I32(0), U32(0), I32(0), U32(0)
+        out_parity, go, was_w1 = U32(1), I32(1), I32(1)
+        while go != 0:
+            ptx.mbarrier_wait(at["item"] + q * 8, item_parity)
+            record = at["records"] + q * (RECORD_WORDS * 4)
+            kind = ptx.shared_load(record + int(Word.KIND) * 4)
+            n = ptx.shared_load(record + int(Word.WIDTH) * 4)
+            if cutlass.const_expr(self.spec.trace):
+                if tid == 0:
+                    was_w1 = self.trace_start(at, record, events, kind, was_w1)
+            if kind == U32(int(Kind.STOP)):
+                go = I32(0)
+            else:
+                ptx.mbarrier_wait(at["item_data"] + q * 8, item_parity)
+                ptx.mbarrier_wait(at["acc_full"] + b * 8, full_parity)
+                ptx100.fence_after_sync()
+                ptx.mbarrier_wait(at["out_free"], out_parity)
+                d = lanes + U32(b) * self.memory.accumulator_columns
+                if kind == U32(int(Kind.W1)):
+                    self.w1_tile(at, d, n, q, tid)
+                else:
+                    self.w2_tile(at, d, n, tid)
+                ptx100.fence_before_sync()
+                if cutlass.const_expr(self.spec.trace):
+                    if tid == 0:
+                        sync.mark_item(self.spec, at, events, ItemTrace.END)
+                self.hand_over(at, record, tid, b)
+                out_parity ^= 1
+                b += 1
+                if b == self.memory.accumulators:
+                    b = I32(0)
+                    full_parity ^= 1
+            cute.arch.sync_warp()
+            with cute.arch.elect_one():
+                ptx.mbarrier_arrive(at["item_free"] + q * 8)
+            q += 1
+            if q == QUEUE_ENTRIES:
+                q = I32(0)
+                item_parity ^= 1
+        ptx.mbarrier_wait(at["out_free"], out_parity)
+        if tid == 0:
+            ptx.shared_store(at["out_record"] + int(Word.KIND) * 4, U32(int(Kind.STOP)))
+            if cutlass.const_expr(self.spec.trace):
+                count = ptx.shared_load(at["traced"] + 4 * int(ItemTrace.END))
+                ptx.store_u64(events + 8 * int(ComputeTrace.ITEMS), U64(count))
+        cute.arch.sync_warp()
+        with cute.arch.elect_one():
+            ptx.mbarrier_arrive(at["out_full"])
+
+    @cute.jit
+    def trace_start(self, at, record, events, kind, was_w1):
+        """Record what the item is and when the epilogue got its record; by one thread."""
+        if (kind != U32(int(Kind.W1))) & (was_w1 != 0):
+            sync.mark(self.spec, events, ComputeTrace.W1_OVER)
+            was_w1 = I32(0)
+        if kind != U32(int(Kind.STOP)):
+            what = U64(kind)
+            for word, shift in ((Word.ROWS, 8), (Word.TILE, 24), (Word.SLOT, 40)):
+                value = ptx.shared_load(record + int(word) * 4)
+                what = what | (U64(value) << U64(shift))
+            sync.record_item(self.spec, at, events, ItemTrace.WHAT, what)
+            sync.mark_item(self.spec, at, events, ItemTrace.START)
+        return was_w1
+
+    @cute.jit
+    def hand_over(self, at, record, tid, b):
+        """The accumulators back to the MMA warp, the staged tile to the publisher.
+
+        The proxy fence passes the tile to the bulk stores, and orders the reads of routing weights
+        before the bulk load that fills their queue entry again.
+        """
+        if tid == 0:
+            for word in (Word.KIND, Word.SLOT, Word.TILE, Word.ROWS, Word.WIDTH):
+                value = ptx.shared_load(record + int(word) * 4)
+                ptx.shared_store(at["out_record"] + int(word) * 4, value)
+        ptx.fence("proxy.async.shared::cta", "stage write")
+        cute.arch.sync_warp()
+        with cute.arch.elect_one():
+            ptx.mbarrier_arrive(at["acc_free"] + b * 8)
+            ptx.mbarrier_arrive(at["out_full"])
+
+    @cute.jit
+    def w1_tile(self, at, d, n, q, tid):
+        """SwiGLU times routing weight; codes and scale atom of one window of W2's tokens.
+
+        The codes go where the swizzle wants them, so that the window is one bulk copy each way.
+        """
+        feature, lane, block = U32(tid), tid % WARP, U32(tid // WARP)
+        for chunk in cutlass.range(n >> U32(3), unroll=1):
+            first = U32(chunk) * ACCUMULATOR_COLUMNS
+            values = ptx100.load_accumulators(d + first, d + first + self.max_width)
+            weights = at["weights"] + q * (self.max_width * 4) + I32(first) * 4
+            for pair in cutlass.range_constexpr(ACCUMULATOR_COLUMNS // 2):
+                scaled = []
+                for j in (2 * pair, 2 * pair + 1):
+                    weight = ptx.float_of(ptx.shared_load(weights + j * 4))
+                    gate, up = values[j], values[ACCUMULATOR_COLUMNS + j]
+                    value, exponent = self.activate(gate, up, weight)
+                    scaled.append(value)
+                    if lane == 0:
+                        place = at["out_scale"] + I32(atom_word(first + j) * 4 + block)
+                        ptx100.shared_store_u8(place, exponent)
+                codes = ptx.e4m3x2(scaled[1], scaled[0])
+                row = first + 2 * pair
+                low = at["stage"] + I32(swizzled_byte(row, feature))
+                high = at["stage"] + I32(swizzled_byte(row + 1, feature))
+                ptx100.shared_store_u8(low, codes & U32(0xFF))
+                ptx100.shared_store_u8(high, codes >> U32(8))
+
+    @cute.jit
+    def activate(self, gate, up, weight):
+        """(a scaled for E4M3, UE8M0 byte) of a thread's feature for one token.
+
+        NaN and infinity have no say in the scale and become the NaN code. The scale is
+        ceil(log2(amax / 448)) from the bits: 448 = 1.75 * 2^8; 9 keeps its inverse a normal number.
+        """
+        limit = self.spec.clamp
+        if cutlass.const_expr(limit is not None):
+            gate = ptx.min_nan(gate, F32(limit))
+            up = ptx.max_nan(ptx.min_nan(up, F32(limit)), F32(0.0) - F32(limit))
+        sigmoid = ptx.rcp_approx(F32(1.0) + ptx.exp2_approx(gate * F32(-LOG2_E)))
+        bits = ptx.bits_of(gate * sigmoid * up * weight)
+        magnitude = bits & U32(0x7FFF_FFFF)
+        if magnitude >= U32(0x7F80_0000):
+            magnitude = U32(0)
+            bits = U32(0x7FFF_FFFF)
+        t = ptx.umax((ptx100.warp_max(magnitude) + U32(0x1F_FFFF)) >> U32(23), U32(9))
+        inverse = ptx.float_of((U32(262) - t) << U32(23))
+        return ptx.float_of(bits) * inverse, t - U32(8)
+
+    @cute.jit
+    def w2_tile(self, at, d, n, tid):
+        """BF16 rows of 256 columns, a token each."""
+        for chunk in cutlass.range(n >> U32(3), unroll=1):
+            first = U32(chunk) * ACCUMULATOR_COLUMNS
+            values = ptx100.load_accumulators(d + first, d + first + self.max_width)
+            rows = at["stage"] + I32(first) * OUTPUT_STRIDE + tid * 2
+            for half in cutlass.range_constexpr(2):
+                for pair in cutlass.range_constexpr(ACCUMULATOR_COLUMNS // 2):
+                    j = half * ACCUMULATOR_COLUMNS + 2 * pair
+                    both = ptx.bf16x2(values[j + 1], values[j])
+                    place = rows + (2 * pair * OUTPUT_STRIDE + half * HALF_ROWS * 2)
+                    ptx.shared_store_u16(place, both)
+                    ptx.shared_store_u16(place + OUTPUT_STRIDE, both >> U32(16))
+
+
+class Publisher:
+    """One warp that copies finished tiles out, waits for its copies, fences and publishes, so that
+    the epilogue never waits for a fence (1-5 us each at system scope under peer stores on H200).
+    """
+
+    def __init__(self, spec: KernelSpec) -> None:
+        self.spec, self.shape = spec, spec.shape
+        self.max_width = spec.tiles.max_width
+        self.w2_windows = spec.shape.intermediate // WINDOW
+
+    @cute.jit
+    def publisher_warp(self, at, workspace, lane, events):
+        """Tiles in the order in which the epilogue finishes them; a poisoned CTA publishes none."""
+        parity, go = U32(0), I32(1)
+        while go != 0:
+            ptx.mbarrier_wait(at["out_full"], parity)
+            parity ^= 1
+            record = at["out_record"]
+            kind = ptx.shared_load(record + int(Word.KIND) * 4)
+            slot = ptx.shared_load(record + int(Word.SLOT) * 4)
+            tile = ptx.shared_load(record + int(Word.TILE) * 4)
+            rows = ptx.shared_load(record + int(Word.ROWS) * 4)
+            n = ptx.shared_load(record + int(Word.WIDTH) * 4)
+            # By ballot, so that all lanes take the same branch.
+            poisoned = ptx.ballot(ptx.shared_load(at["poisoned"]))
+            if kind == U32(int(Kind.STOP)):
+                go = I32(0)
+            elif poisoned != U32(0):
+                ptx.mbarrier_arrive(at["out_free"])
+            elif kind == U32(int(Kind.W1)):
+                self.publish_w1(at, workspace, lane, slot, tile, n)
+            else:
+                self.publish_w2(at, workspace, lane, slot, tile, rows)
+            if cutlass.const_expr(self.spec.trace):
+                if (lane == 0) & (go != 0):
+                    sync.mark_item(self.spec, at, events, ItemTrace.PUBLISHED)
+        if lane == 0:
+            sync.mark(self.spec, events, ComputeTrace.END)
+
+    @cute.jit
+    def publish_w1(self, at, workspace, lane, slot, tile, n):
+        """A window of ``a`` and its atom, then the two bits of the window."""
+        offsets = self.shape.offsets
+        if lane == 0:
+            num_bytes = I32(n) * WINDOW
+            rows = workspace + offsets["a_rows"]
+            rows += I64(slot) * (self.w2_windows * self.max_width * WINDOW)
+            rows += I64(tile) * I64(num_bytes)
+            atom = workspace + offsets["a_scale"]
+            atom += (I64(slot) * self.w2_windows + I64(tile)) * ATOM_BYTES
+            ptx.bulk_store(rows, at["stage"], num_bytes)
+            ptx.bulk_store(atom, at["out_scale"], ATOM_BYTES)
+            ptx.bulk_commit()
+            sync.complete(W1_DONE)
+            sync.publish(
+                W1_DONE,
+                workspace + offsets["w1_bitmap"] + I64(slot) * 8,
+                self.shape.bitmap.window_bits(U64(1), U64(tile)),
+            )
+        ptx.mbarrier_arrive(at["out_free"])
+
+    @cute.jit
+    def publish_w2(self, at, workspace, lane, slot, tile, rows):
+        """Rows of 256 columns to the source ranks, then their arrivals, then the ring slot."""
+        offsets, shape = self.shape.offsets, self.shape
+        for first in cutlass.range_constexpr(0, self.max_width, WARP):
+            row = lane + first
+            if U32(row) < rows:
+                meta = self.load_meta(workspace, slot, row)
+                target = self.peer(workspace, RowMeta.SRC.get(meta)) + offsets["combine"]
+                place = RowMeta.TOKEN.get(meta) * shape.top_k + RowMeta.SLOT.get(meta)
+                target += I64(place) * (shape.hidden * 2) + I64(tile) * (W2_COLUMNS * 2)
+                ptx.bulk_store(target, at["stage"] + row * OUTPUT_STRIDE, W2_COLUMNS * 2)
+        ptx.bulk_commit()
+        sync.complete(ARRIVALS)
+        ptx.mbarrier_arrive(at["out_free"])
+        # Every lane's rows are complete before any lane counts some of them.
+        cute.arch.sync_warp()
+        sync.release(ARRIVALS)
+        for first in cutlass.range_constexpr(0, self.max_width, WARP):
+            self.publish_arrivals(workspace, lane, slot, rows, first)
+        cute.arch.sync_warp()
+        if lane == 0:
+            sync.publish(
+                EMPTY,
+                workspace + offsets["token_ring_empty"] + I64(slot) * 4,
+                U32(W2_COLUMNS // UNIT_COLUMNS),
+            )
+
+    @cute.jit
+    def publish_arrivals(self, workspace, lane, slot, rows, first: cutlass.Constexpr):
+        """Add 32 rows to the arrivals of their sources, one lane per source."""
+        offset, arrivals = self.shape.offsets["combine_arrivals"], self.shape.arrivals
+        if cutlass.const_expr(self.shape.num_ranks == 1):
+            if cutlass.const_expr(first == 0):
+                if lane == 0:
+                    sync.publish(ARRIVALS, workspace + offset, arrivals.increment(rows, W2_COLUMNS))
+        else:
+            row = lane + first
+            src = U32(0xFFFF)
+            if U32(row) < rows:
+                src = RowMeta.SRC.get(self.load_meta(workspace, slot, row))
+            same = ptx.match_any(src)
+            earlier = same & ((U32(1) << U32(lane)) - 1)
+            if (U32(row) < rows) & (earlier == U32(0)):
+                count = arrivals.increment(ptx.popcount(same), W2_COLUMNS)
+                sync.publish(ARRIVALS, self.peer(workspace, src) + offset, count)
+
+    @cute.jit
+    def load_meta(self, workspace, slot, row):
+        """Where a row of a ring block comes from."""
+        place = I64(slot) * self.shape.slot_rows + I64(row)
+        return ptx.load_u32(workspace + self.shape.offsets["ring_meta"] + place * 4)
+
+    @cute.jit
+    def peer(self, workspace, rank):
+        """The workspace of a rank."""
+        address = workspace
+        if cutlass.const_expr(self.shape.num_ranks > 1):
+            address = ptx.parameter_u64(self.spec.peers_symbol, I32(rank))
+        return address

@@ -1,0 +1,279 @@
+"""What the compiler made of the Blackwell compute kernel, for every target, without a GPU."""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import pytest
+from compiler_output import compile_kernel, cuda_tool, output, resource_usage
+from ptx_values import Values
+
+from gcmoe.config import MoEConfig
+from gcmoe.kernels import layout_sm100 as layout
+from gcmoe.kernels.build import dsl_version, kernel_class, parameter_size, ptx_entries
+from gcmoe.kernels.spec import KernelSpec, kernel_spec
+from gcmoe.plan import make_plan
+from gcmoe.protocol import Role
+from gcmoe.protocol.edges import ARRIVALS, EMPTY, FULL, ROUTES, TICKET, W1_DONE
+
+SHARED_BYTES = 232_448
+TENSOR_COLUMNS = 512
+REGISTER_FILE = 65_536
+
+FLASH = MoEConfig(5120, 2304, 384, 6, 64, 10.0)
+# (layer, ranks, target, trace): every target, every tile plan, one rank and several, no clamp.
+CASES: dict[str, tuple[MoEConfig, int, str, bool]] = {
+    "narrow-sm_100a": (FLASH, 8, "sm_100a", False),
+    "narrow-sm_100f": (FLASH, 8, "sm_100f", False),
+    "narrow-sm_103a": (FLASH, 8, "sm_103a", False),
+    "medium-sm_103a": (MoEConfig(5120, 2304, 384, 6, 256, 10.0), 8, "sm_103a", False),
+    "wide-sm_100f": (MoEConfig(5120, 2304, 384, 6, 512, 10.0), 8, "sm_100f", False),
+    "wide-sm_103a": (MoEConfig(5120, 2304, 384, 6, 512, 10.0), 8, "sm_103a", False),
+    "small-ep1-sm_100a": (MoEConfig(256, 128, 6, 3, 33, None), 1, "sm_100a", False),
+    "trace-sm_103a": (FLASH, 8, "sm_103a", True),
+}
+WIDTHS = {"narrow": 32, "medium": 64, "wide": 128, "small": 32, "trace": 32}
+
+pytestmark = [
+    pytest.mark.compile,
+    pytest.mark.skipif(dsl_version() is None, reason="nvidia-cutlass-dsl is not installed"),
+]
+
+
+@dataclass(frozen=True)
+class Build:
+    """One compiled kernel and its two texts."""
+
+    spec: KernelSpec
+    threads: int
+    smem_bytes: int
+    ptx: str
+    sass: str
+    usage: dict[str, int]
+
+    def count(self, opcode: str) -> int:
+        """Instructions of the machine code whose name begins with ``opcode``."""
+        return len(re.findall(rf"\b{re.escape(opcode)}\b", self.sass))
+
+    def marks(self) -> list[tuple[str, str]]:
+        """(mark, operation without its operands) of every marked PTX line, in text order."""
+        found = re.findall(r"^\s*([\w.:]+(?: 0)?)[^\n]*// gcmoe (.+?)\s*$", self.ptx, re.MULTILINE)
+        return [(mark, operation) for operation, mark in found]
+
+    def operations(self, mark: str) -> set[str]:
+        return {operation for name, operation in self.marks() if name == mark}
+
+    @property
+    def memory(self) -> layout.TensorMemory:
+        tiles = self.spec.tiles
+        return layout.TensorMemory(tiles.max_width, tiles.stages, tiles.accumulators)
+
+
+@cache
+def build(name: str) -> Build:
+    config, ranks, arch, trace = CASES[name]
+    spec = kernel_spec(
+        make_plan(config, ranks, 148, family="sm100"), Role.COMPUTE, arch, trace=trace
+    )
+    kernel = kernel_class(Role.COMPUTE, spec.family)(spec)
+    ptx, code = compile_kernel(kernel, arch)
+    with tempfile.TemporaryDirectory() as folder:
+        cubin = Path(folder) / "kernel.cubin"
+        cubin.write_bytes(code)
+        usage = resource_usage(cubin)
+        sass = output(cuda_tool("nvdisasm"), "-c", str(cubin))
+    return Build(spec, kernel.threads, kernel.smem_bytes, ptx, sass, usage)
+
+
+every = pytest.mark.parametrize("name", CASES)
+
+
+# ------------------------------------------------------------------------------- what it takes
+
+
+@every
+def test_nothing_spills(name: str) -> None:
+    b = build(name)
+    assert b.usage["STACK"] == b.usage["LOCAL"] == 0, b.usage
+    assert re.findall(r"\b(?:LDL|STL)\b.*", b.sass) == []
+
+
+@every
+def test_it_fits_an_sm(name: str) -> None:
+    b = build(name)
+    assert b.spec.tiles.max_width == WIDTHS[name.partition("-")[0]]
+    assert b.smem_bytes <= SHARED_BYTES
+    assert b.usage["REG"] * b.threads <= REGISTER_FILE
+    assert b.memory.columns <= b.memory.allocated <= TENSOR_COLUMNS
+    assert b.memory.allocated & (b.memory.allocated - 1) == 0
+
+
+@every
+def test_tensor_memory_is_allocated_and_freed_once(name: str) -> None:
+    b = build(name)
+    columns = b.memory.allocated
+    assert re.findall(r"tcgen05\.alloc\.\S+ \[%\w+\], (\d+);", b.ptx) == [str(columns)]
+    assert re.findall(r"tcgen05\.dealloc\.\S+ %\w+, (\d+);", b.ptx) == [str(columns)]
+    assert b.ptx.count("tcgen05.relinquish_alloc_permit") == 1
+    # A second CTA on the SM would wait for columns: shared memory keeps it away.
+    assert 2 * b.smem_bytes > SHARED_BYTES
+
+
+# --------------------------------------------------------------------------------- the MMAs
+
+
+@every
+def test_one_window_is_in_the_code_once(name: str) -> None:
+    b = build(name)
+    assert b.count("UTCQMMA") == len(layout.MMAS) == 8
+    assert b.count("UTCCP.T.S.4x32dp128bit") == len(layout.COPIES) == 3
+    # Of the stage and of the accumulators.
+    assert b.count("UTCBAR") == 2
+    # Gate and up, or both halves, for each kind of tile.
+    assert b.count("LDTM.x8") == 4
+    assert "UTCOMMA" not in b.sass
+
+
+@every
+def test_the_mma_is_block_scaled_fp4_by_fp8(name: str) -> None:
+    kinds = set(re.findall(r"tcgen05\.mma\.\S+", build(name).ptx))
+    assert kinds == {"tcgen05.mma.cta_group::1.kind::mxf8f6f4.block_scale.block32"}
+
+
+@every
+def test_no_register_is_used_before_its_load_has_ended(name: str) -> None:
+    """The wait stands in the text of the loads, before anything that reads a register."""
+    lines = [line.strip() for line in build(name).ptx.splitlines()]
+    loads = [i for i, line in enumerate(lines) if line.startswith("tcgen05.ld")]
+    assert len(loads) == 4
+    for first, second in zip(loads[::2], loads[1::2], strict=True):
+        assert second == first + 1
+        assert lines[second + 1] == "tcgen05.wait::ld.sync.aligned;"
+
+
+@every
+def test_warp_collectives_are_not_duplicated(name: str) -> None:
+    """The compiler does not know that they are convergent."""
+    b = build(name)
+    groups = b.spec.tiles.max_width // 32
+    assert b.ptx.count("match.any.sync") == (0 if b.spec.shape.num_ranks == 1 else groups)
+    assert b.ptx.count("vote.sync.ballot") == 1
+    assert b.ptx.count("redux.sync.max.u32") == 8
+
+
+# ------------------------------------------------------------------------------- transactions
+
+
+def expected_bytes(ptx: str) -> set[int | None]:
+    """The byte counts of all expect_tx; None for one that depends on the item."""
+    values = Values(ptx)
+    found = re.findall(r"mbarrier\.arrive\.expect_tx\.\S+ _, \[%r\d+\], (\S+);", ptx)
+    return {None if values.inputs(value) else values.value(value) for value in found}
+
+
+@every
+def test_transactions_are_the_packed_bytes(name: str) -> None:
+    b = build(name)
+    rows: set[int | None] = {layout.token_bytes(width) for width in b.spec.tiles.widths}
+    routing_weights = 4 * b.spec.tiles.max_width
+    # None: N rows of ``a`` and their atom.
+    assert expected_bytes(b.ptx) == {layout.WEIGHT_BYTES, routing_weights, None} | rows
+
+
+@every
+def test_weight_loads(name: str) -> None:
+    """The first windows by guess, all others by one place; codes by 2-D tensor loads."""
+    b = build(name)
+    guessed = min(b.spec.tiles.stages, b.spec.shape.hidden // layout.WINDOW)
+    assert b.ptx.count("cp.async.bulk.tensor.2d") == guessed + 1
+    assert b.ptx.count("cp.async.bulk.tensor.3d") == len(b.spec.tiles.widths)
+
+
+# ------------------------------------------------------------------------------------- the PTX
+
+
+@every
+def test_parameters_are_those_of_the_spec(name: str) -> None:
+    b = build(name)
+    ranks = b.spec.shape.num_ranks
+    wanted = [parameter_size(parameter, ranks) for parameter in b.spec.parameters]
+    assert ptx_entries(b.ptx) == {b.spec.symbol: wanted}
+
+
+@every
+def test_the_target_is_the_one_asked_for(name: str) -> None:
+    b = build(name)
+    assert re.findall(r"^\.target (\w+)", b.ptx, re.MULTILINE) == [b.spec.arch]
+
+
+@every
+def test_no_read_only_loads_and_no_weak_completion(name: str) -> None:
+    ptx = build(name).ptx
+    assert re.findall(r"\bld\.global[\w.]*\.nc\b.*", ptx) == []
+    assert re.findall(r".*wait_group\.read.*", ptx) == []
+    # The bare form compiles to a fence of the whole GPU.
+    assert re.findall(r"fence\.proxy\.async\s*;", ptx) == []
+
+
+COMPLETION = "cp.async.bulk.wait_group 0"
+OPERATIONS: dict[str, set[str]] = {
+    "routes read": {ROUTES.read.ptx},
+    "token_ring_full read": {FULL.read.ptx, f"fence.proxy.{FULL.read_proxy_fence}"},
+    "w1_bitmap write": {W1_DONE.write.ptx, COMPLETION},
+    "w1_bitmap read": {W1_DONE.read.ptx, f"fence.proxy.{W1_DONE.read_proxy_fence}"},
+    "combine_arrivals write": {ARRIVALS.write.ptx, f"fence.{ARRIVALS.write_fence}", COMPLETION},
+    "token_ring_empty write": {EMPTY.write.ptx},
+    "work_ticket": {TICKET.operation.ptx},
+    "stage guess": {"fence.proxy.async.shared::cta"},
+    "stage write": {"fence.proxy.async.shared::cta"},
+}
+
+
+@pytest.mark.parametrize("mark", OPERATIONS)
+@every
+def test_edges_have_the_operations_of_the_table(name: str, mark: str) -> None:
+    assert build(name).operations(mark) == OPERATIONS[mark]
+
+
+@every
+def test_publication_keeps_its_order(name: str) -> None:
+    """Completion, then fence, then the flag; the ring slot is given back last."""
+    order = [
+        ("w1_bitmap write", COMPLETION),
+        ("w1_bitmap write", W1_DONE.write.ptx),
+        ("combine_arrivals write", COMPLETION),
+        ("combine_arrivals write", f"fence.{ARRIVALS.write_fence}"),
+        ("combine_arrivals write", ARRIVALS.write.ptx),
+        ("token_ring_empty write", EMPTY.write.ptx),
+    ]
+    marks = build(name).marks()
+    for edge in ("w1_bitmap write", "combine_arrivals write"):
+        of_edge = [entry for entry in order if entry[0] == edge]
+        first = [marks.index(entry) for entry in of_edge]
+        assert first == sorted(first), [m for m in marks if m[0] == edge]
+    last_arrival = max(n for n, m in enumerate(marks) if m == order[4])
+    assert marks.index(order[5]) > last_arrival
+
+
+@every
+def test_no_operation_without_a_place_in_the_table(name: str) -> None:
+    known = {*OPERATIONS, "abort", "fault"}
+    assert {mark for mark, _ in build(name).marks()} <= known
+
+
+def test_trace_costs_nothing_when_off() -> None:
+    assert "%smid" not in build("narrow-sm_103a").ptx
+    assert "%smid" in build("trace-sm_103a").ptx
+
+
+def test_the_targets_differ_in_nothing_that_we_use() -> None:
+    """One text serves B200 and B300: the MMAs of all targets are the same."""
+
+    def opcodes(name: str) -> list[str]:
+        return re.findall(r"\bUTC[\w.]+", build(name).sass)
+
+    assert opcodes("narrow-sm_100a") == opcodes("narrow-sm_100f") == opcodes("narrow-sm_103a")
