@@ -278,7 +278,7 @@ def test_rows_are_read_as_recorded():
     assert row is not None
     assert (row.plan.config.num_experts, row.plan.num_ranks) == (64, 2)
     assert (row.plan.dispatch_sms, row.plan.tiles.warpgroups, row.plan.tiles.stages) == (24, 2, 4)
-    assert row.plan.config.max_tokens == 64
+    assert row.plan.config.max_tokens == 16
 
 
 @pytest.mark.parametrize(
