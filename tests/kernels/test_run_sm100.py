@@ -93,7 +93,7 @@ def prepare(
     cfg: MoEConfig, batch: layers.Batch, seed: int = 0, arch: str = "sm_103a", ctas: int = 2
 ) -> Compute:
     experts = layers.random_experts(cfg, 1)
-    machine = Machine(seed)
+    machine = Machine(seed, ordered=True)
     rank = layers.Rank(machine, plan_of(cfg), 0, experts, arch)
     trace = oracle(batch, experts, cfg)
     blocks = layers.fill_ring(rank, batch, trace.xq_codes, trace.xq_exponents)
@@ -245,7 +245,7 @@ class Layer:
     """Ranks that share one machine, replay after replay."""
 
     def __init__(self, cfg: MoEConfig, ranks: int, ring_slots: int | None, seed: int) -> None:
-        self.cfg, self.machine = cfg, Machine(seed)
+        self.cfg, self.machine = cfg, Machine(seed, ordered=True)
         self.plan = plan_of(cfg, ranks, ring_slots)
         self.experts = layers.random_experts(cfg, seed)
         self.ranks = [
