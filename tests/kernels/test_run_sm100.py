@@ -152,6 +152,7 @@ def batch_of(rows: tuple[int, ...], cfg: MoEConfig, seed: int = 3) -> layers.Bat
     [
         ((8, 1), 20, 32),  # N = 8
         ((16, 0, 9), 30, 32),  # N = 16, an expert without rows
+        ((0, 5, 33), 30, 32),  # the guess of the first weights fails; two blocks of an expert
         ((24, 0, 32), 30, 32),  # N = 24, 32
         ((40, 17, 64), 69, 64),  # N = 40, 24, 64
         ((128, 7), 68, 128),  # N = 128, 8
@@ -163,6 +164,14 @@ def test_every_n(rows: tuple[int, ...], tokens: int, width: int) -> None:
     assert [len(layers.expert_rows(batch, e)) for e in range(len(rows))] == list(rows)
     c = prepare(cfg, batch)
     assert c.rank.plan.tiles.max_width == width
+    run_and_check(c)
+
+
+def test_without_the_guess_of_first_weights() -> None:
+    cfg = config(12, i=128)
+    batch = layers.random_batch(cfg, 12, 4)
+    c = prepare(cfg, batch)
+    c.launch = c.rank.launch(Role.COMPUTE, 2, prefetch=False)
     run_and_check(c)
 
 
