@@ -9,19 +9,28 @@ from bench.cases import VARIANTS, Case, capacity_of
 from bench.impls import Impl
 from bench.runner import Options
 from gcmoe.plan import make_plan
+from gcmoe.plan.fitted import CONSTANTS
+from gcmoe.plan.gpus import get_gpu
+from gcmoe.plan.predict import predict
 
 WEIGHTS_S = 12.0
 """Device time to make and convert the weights of a model."""
 CASE_S, SESSION_S = 2.0, 1.5
 """Oracle of a case; opening, capturing and checking one implementation and variant."""
-TYPICAL_FACTOR = 2.0
-"""A layer's time over its floor, for estimates."""
-FIXED_US = 30.0
+GPU = "h200"
+PEER_FACTOR = 1.6
+"""A session's layer over ours, a mean over peers and variants, for estimates."""
+
+
+def predicted_us(case: Case) -> float:
+    """What the model of the plan says about our own layer on an H200."""
+    plan = make_plan(case.config(), case.ranks)
+    return predict(plan, get_gpu(GPU), case.tokens, CONSTANTS).total_us
 
 
 def session_seconds(case: Case, options: Options) -> float:
     """Estimated device time of one implementation and variant."""
-    layer_us = TYPICAL_FACTOR * case.floor_us(case.expected_touched) + FIXED_US
+    layer_us = PEER_FACTOR * predicted_us(case)
     replays = (options.replays + 3) * (options.layers + 1)
     return SESSION_S + replays * layer_us * 1e-6 + options.sustained_s
 
@@ -62,6 +71,7 @@ def show(
             f"  {case.model:<22} T = {case.tokens:<4} capacity {capacity_of(case.tokens):<5} "
             f"experts {case.local_experts} a rank, about {case.expected_touched:.1f} touched, "
             f"floor {case.floor_us(case.expected_touched):.0f} us, "
+            f"predicted {predicted_us(case):.0f} us, "
             f"{plan.dispatch_sms}+{plan.compute_sms} SMs"
         )
     print("variants of gcmoe")

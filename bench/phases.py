@@ -3,15 +3,33 @@
 from __future__ import annotations
 
 import statistics
+from enum import IntEnum
 
 import torch
 
 from gcmoe import MoE
+from gcmoe.kernels.trace_words import ComputeTrace, DispatchTrace, FinalizeTrace
 
-PHASES = {
-    "dispatch": {"staged": 2, "headers": 3, "binned": 4, "first_row": 5, "last_row": 6, "end": 7},
-    "compute": {"routes": 2, "first_block": 3, "w1_over": 5, "end": 7},
-    "finalize": {"start": 1, "arrivals": 2, "end": 3},
+PHASES: dict[str, dict[str, IntEnum]] = {
+    "dispatch": {
+        "staged": DispatchTrace.STAGED,
+        "headers": DispatchTrace.HEADERS,
+        "binned": DispatchTrace.BINNED,
+        "first_row": DispatchTrace.FIRST_ROW,
+        "last_row": DispatchTrace.LAST_ROW,
+        "end": DispatchTrace.END,
+    },
+    "compute": {
+        "routes": ComputeTrace.ROUTES,
+        "first_block": ComputeTrace.FIRST_BLOCK,
+        "w1_over": ComputeTrace.W1_OVER,
+        "end": ComputeTrace.END,
+    },
+    "finalize": {
+        "start": FinalizeTrace.START,
+        "arrivals": FinalizeTrace.ARRIVED,
+        "end": FinalizeTrace.END,
+    },
 }
 """Word of the trace record, by role and phase."""
 FIRST = {"first_row", "first_block", "routes", "start"}
@@ -24,7 +42,8 @@ def read_phases(op: MoE, graph: torch.cuda.CUDAGraph, replays: int = 9) -> dict[
     for _ in range(replays):
         graph.replay()
         records = {role.name.lower(): words for role, words in op.trace_records().items()}
-        first = min(int(records[role][:, 1].min()) for role in ("dispatch", "compute"))
+        starts = {"dispatch": DispatchTrace.START, "compute": ComputeTrace.START}
+        first = min(int(records[role][:, word].min()) for role, word in starts.items())
         for role, words in PHASES.items():
             for name, word in words.items():
                 times = records[role][:, word]

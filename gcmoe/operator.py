@@ -22,6 +22,7 @@ from gcmoe.errors import (
 from gcmoe.kernels.build import get_kernel
 from gcmoe.kernels.spec import KernelSpec, kernel_specs
 from gcmoe.kernels.trace_words import TRACE_WORDS
+from gcmoe.layer import Layer
 from gcmoe.numerics import Packed, packed_form
 from gcmoe.plan import LayerPlan, make_plan
 from gcmoe.plan.targets import family_of
@@ -77,6 +78,8 @@ class MoE:
         dispatch_sms: SMs of the dispatch partition, rounded up by the driver; None decides by
             capacity.
         ring_slots: S, a power of two; None decides by capacity.
+        late_compute: whether compute takes over the SMs of dispatch once that has ended; None
+            decides by capacity.
         device: CUDA device; None is the current one.
         cache_dir: folder of the kernel cache; None takes ``GCMOE_CACHE`` or ``~/.cache/gcmoe``.
         trace: use kernels that record timestamps.
@@ -110,6 +113,7 @@ class MoE:
         prefetch: bool = True,
         dispatch_sms: int | None = None,
         ring_slots: int | None = None,
+        late_compute: bool | None = None,
         device: torch.device | str | int | None = None,
         cache_dir: str | os.PathLike[str] | None = None,
         trace: bool = False,
@@ -128,7 +132,7 @@ class MoE:
         def read_arguments() -> tuple[LayerPlan, dict[str, str]]:
             require_config(config)
             self._initial = initial_words(initial)
-            asked = config, self.num_ranks, dispatch_sms, ring_slots, serial
+            asked = config, self.num_ranks, dispatch_sms, ring_slots, late_compute, serial
             draft_plan(*asked, "sm90")
             self.device = devices.choose_device(device)  # the errors above need no GPU
             self._arch = devices.arch_of(self.device)
@@ -147,7 +151,7 @@ class MoE:
             self._ranks.require_equal(fingerprint)
             self._ranks.together(
                 "creating the operator",
-                lambda: self._prepare(draft, ring_slots, cache_dir, one_context, build),
+                lambda: self._prepare(draft, cache_dir, one_context, build),
             )
             self._ranks.require_equal(build_fingerprint(self.plan, self._kernels))
             if self.num_ranks > 1:
@@ -176,7 +180,6 @@ class MoE:
     def _prepare(
         self,
         draft: LayerPlan,
-        ring_slots: int | None,
         cache_dir: str | os.PathLike[str] | None,
         one_context: bool,
         build: dict[str, Any],
@@ -186,9 +189,15 @@ class MoE:
         self._partition: Partition = get_partition(self.device, draft.dispatch_sms, one_context)
         self.report: PartitionReport = self._partition.report
         given, rest = self.report.dispatch_sms, self.report.compute_sms
-        split: dict[str, Any] = {"num_sms": given + rest, "dispatch_sms": given}
-        split["family"] = self.family
-        self.plan = make_plan(self.config, self.num_ranks, ring_slots=ring_slots, **split)
+        self.plan = make_plan(
+            self.config,
+            self.num_ranks,
+            given + rest,
+            dispatch_sms=given,
+            ring_slots=draft.workspace.num_slots,
+            late_compute=draft.late_ctas > 0,
+            family=self.family,
+        )
         if self.plan.dispatch_sms != given:
             raise UnsupportedDevice(
                 f"a dispatch partition in steps that the plan knows is required "
@@ -218,8 +227,9 @@ class MoE:
         self._traces: dict[Role, Tensor] = {}
         for role, spec in self._specs.items():
             if spec.trace:
+                ctas = self._grids[role] + (self.plan.late_ctas if role == Role.COMPUTE else 0)
                 self._traces[role] = torch.zeros(
-                    (self._grids[role], TRACE_WORDS), dtype=torch.int64, device=self.device
+                    (ctas, TRACE_WORDS), dtype=torch.int64, device=self.device
                 )
         devices.synchronize(self.device)
 
@@ -252,18 +262,28 @@ class MoE:
         blocks[Role.COMPUTE].set_weights(addresses)
         return blocks
 
+    def _graph(self, blocks: dict[Role, Arguments]) -> LayerGraph:
+        """A replay with these arguments."""
+        late = None
+        if self.plan.late_ctas:
+            late = blocks[Role.COMPUTE].copy()
+            if Role.COMPUTE in self._traces:
+                late.set(trace=self._traces[Role.COMPUTE][self.plan.compute_sms].data_ptr())
+        return LayerGraph(self._kernels, blocks, self._grids, self._partition, self.serial, late)
+
     def _probe(self) -> None:
         """Replay once without tokens on all ranks; see :mod:`gcmoe.runtime.probe`."""
         room: list[Tensor] = []
 
         def make_graph(shares: dict[Role, float]) -> LayerGraph:
             # Compute may load the weights of its first tiles before it knows that it needs none.
-            size = probe.weight_bytes(self.plan.workspace, self._grids[Role.COMPUTE])
+            ctas = self.plan.compute_sms + self.plan.late_ctas
+            size = probe.weight_bytes(self.plan.workspace, ctas)
             room[:] = [torch.empty(size, dtype=torch.uint8, device=self.device)]
             blocks = self._blocks(shares)
             names = WEIGHTS[self.family]
             blocks[Role.COMPUTE].set_weights(dict.fromkeys(names, room[0].data_ptr()))
-            return LayerGraph(self._kernels, blocks, self._grids, self._partition, self.serial)
+            return self._graph(blocks)
 
         def verdict(is_last: bool) -> probe.Verdict:
             view = self._workspace.view
@@ -444,149 +464,3 @@ class MoE:
     def _require_open(self) -> None:
         if self._closed:
             raise OperatorClosed("the operator is closed")
-
-
-class Layer:
-    """One MoE layer: the operator with one set of weights. Made by :meth:`MoE.bind`."""
-
-    def __init__(self, op: MoE, packed: Packed, call: int) -> None:
-        self.op = op
-        self.packed = packed
-        self.call = call
-        config = op.config
-        self._hidden, self._top_k, self._max_tokens = (
-            config.hidden,
-            config.top_k,
-            config.max_tokens,
-        )
-        blocks = op._arguments(call, packed)
-        dispatch, finalize = blocks[Role.DISPATCH].fields, blocks[Role.FINALIZE].fields
-        self._x, self._weights = dispatch["x"], dispatch["topk_weights"]
-        self._ids = dispatch["topk_ids"], finalize["topk_ids"]
-        self._num_tokens = dispatch["num_tokens"], finalize["num_tokens"]
-        self._int64 = dispatch["ids_are_int64"], finalize["ids_are_int64"]
-        self._y = finalize["y"]
-        self._last: tuple[Any, ...] = ()
-        with devices.guard(op.device):
-            self._graph = LayerGraph(op._kernels, blocks, op._grids, op._partition, op.serial)
-
-    def __call__(
-        self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, out: Tensor | None = None
-    ) -> Tensor:
-        """y = sum over slots of weight * expert(x), on the current stream.
-
-        All ranks make the call, also with T = 0; T may differ. Never waits for the device. The
-        first call of a layer instantiates its graph; later ones allocate nothing but y, and nothing
-        with ``out``. Inside a graph capture it becomes one child graph; the operator must have been
-        called eagerly before, on all ranks, and the tensors' addresses are captured.
-
-        Args:
-            x: bf16 [T, H], contiguous, T <= max_tokens.
-            topk_ids: int32 or int64 [T, k], contiguous, ids in [0, E); an id outside is skipped.
-            topk_weights: fp32 [T, k], contiguous.
-            out: bf16 [T, H], contiguous, for y; may be ``x``, may not overlap the other two.
-
-        Returns:
-            bf16 [T, H]: ``out``, or a new tensor.
-
-        Raises:
-            TypeError, ValueError: a dtype, shape, device or layout is wrong; values are not read.
-            CaptureError: in a capture, before any eager call of the operator.
-            DeviceFault: an earlier call failed on the device; see :meth:`MoE.check`.
-            OperatorClosed: after ``close()``.
-        """
-        op = self.op
-        if op._closed or op._record.words[0]:
-            op.check()
-        index = op._index
-        num_tokens = self._check(x, topk_ids, topk_weights, index)
-        if out is None:
-            out = torch.empty_like(x)
-        else:
-            shape = num_tokens, self._hidden
-            checks.require_output(out, topk_ids, topk_weights, shape, self._max_tokens, op.device)
-        if not devices.is_current(index):
-            with devices.guard(op.device):
-                return self._run(x, topk_ids, topk_weights, out, num_tokens)
-        return self._run(x, topk_ids, topk_weights, out, num_tokens)
-
-    def _run(
-        self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, out: Tensor, num_tokens: int
-    ) -> Tensor:
-        op, graph = self.op, self._graph
-        values = (
-            x.data_ptr(),
-            topk_ids.data_ptr(),
-            topk_weights.data_ptr(),
-            out.data_ptr(),
-            num_tokens,
-            topk_ids.dtype is torch.int64,
-        )
-        handle = devices.stream_handle(op._index)
-        if devices.is_capturing():
-            self._capture(values, handle)
-            return out
-        if values != self._last:
-            self._last = ()
-            self._store(values)
-            if graph.is_instantiated:
-                graph.update(Role.DISPATCH)
-                graph.update(Role.FINALIZE)
-            else:
-                graph.instantiate()
-            self._last = values
-        order = op._order
-        stream = order.enter(handle)
-        graph.launch(stream)
-        order.leave(handle, stream)
-        op._is_warm = True
-        return out
-
-    def _capture(self, values: tuple[Any, ...], handle: int) -> None:
-        op = self.op
-        if not op._is_warm:
-            raise CaptureError(
-                "call a layer of this operator once outside the capture, on all ranks, before the "
-                "first capture: kernels load and ranks meet in that call"
-            )
-        self._last = ()  # the eager graph does not get the arguments that the blocks get now
-        self._store(values)
-        self._graph.add_to_capture(op._order.stream_object(handle))
-
-    def _store(self, values: tuple[Any, ...]) -> None:
-        """Put what a call brings into the argument blocks."""
-        x, ids, weights, y, num_tokens, is_int64 = values
-        self._x.value, self._weights.value, self._y.value = x, weights, y
-        for side in (0, 1):
-            self._ids[side].value = ids
-            self._num_tokens[side].value = num_tokens
-            self._int64[side].value = is_int64
-
-    def _check(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, index: int) -> int:
-        """T; one chain of cheap comparisons, the message only when one fails."""
-        try:
-            num_tokens, hidden = x.shape
-            slots = (num_tokens, self._top_k)
-            id_type = topk_ids.dtype
-            if (
-                x.dtype is torch.bfloat16
-                and hidden == self._hidden
-                and num_tokens <= self._max_tokens
-                and (id_type is torch.int32 or id_type is torch.int64)
-                and topk_ids.shape == slots
-                and topk_weights.dtype is torch.float32
-                and topk_weights.shape == slots
-                and x.is_contiguous()
-                and topk_ids.is_contiguous()
-                and topk_weights.is_contiguous()
-                and x.get_device() == index
-                and topk_ids.get_device() == index
-                and topk_weights.get_device() == index
-                and not x.data_ptr() % checks.ALIGNMENT
-            ):
-                return num_tokens
-        except (AttributeError, ValueError):
-            pass  # not a tensor, or not two dimensions
-        raise checks.argument_error(
-            x, topk_ids, topk_weights, self._hidden, self._top_k, self._max_tokens, self.op.device
-        )

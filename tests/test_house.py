@@ -15,13 +15,13 @@ PACKAGE = ROOT / "gcmoe"
 MAX_LINES = 600
 
 # What each part may import besides itself and the base parts. Arrows point at the importer:
-# protocol <- plan <- kernels <- runtime <- operator <- integrations, cli
+# protocol <- plan <- kernels <- runtime <- layer <- operator <- integrations, cli
 # protocol, numerics <- sim <- cli;  numerics <- operator
 BASE = {"gcmoe", "config", "errors", "models"}
 KERNELS = {"protocol", "plan"}
 RUNTIME = KERNELS | {"kernels"}
 OPERATOR = RUNTIME | {"runtime", "numerics"}
-TOP = OPERATOR | {"operator", "sim"}
+TOP = OPERATOR | {"layer", "operator", "sim"}
 ARROWS: dict[str, set[str]] = {
     "gcmoe": {"operator", "numerics"},
     "config": set(),
@@ -33,7 +33,8 @@ ARROWS: dict[str, set[str]] = {
     "numerics": set(),
     "kernels": KERNELS,
     "runtime": RUNTIME,
-    "operator": OPERATOR,
+    "layer": OPERATOR,
+    "operator": OPERATOR | {"layer"},
     "sim": {"protocol", "numerics", "timeline"},
     "integrations": OPERATOR | {"operator"},
     "demo": TOP,

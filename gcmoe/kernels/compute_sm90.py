@@ -321,6 +321,7 @@ class ComputeKernel:
                 ptx.mbarrier_arrive(at["item"] + q * 8)
                 if kind == U32(int(Kind.STOP)):
                     go = I32(0)
+                    ptx.release_dependents()
                 else:
                     scales = w13_row_scale + I64(expert * self.w1_tiles + tile) * (TILE_ROWS * 4)
                     if kind == U32(int(Kind.W2)):

@@ -353,6 +353,8 @@ class FinalizeKernel:
         # Loaded under the atomic: dispatch has ended.
         routes = ptx.load_u64(workspace + offsets["routes"])
         if sync.atomic(DONE, workspace + offsets["finalize_done"], last) == last:
+            # Finalize may start before the last compute CTA ends: that one still takes a ticket.
+            ptx.await_prerequisites()
             if sync.read_abort(self.wait_env(s, U32(0))) == U32(0):
                 generation = ptx.shared_load(self.word(s, Word.GENERATION))
                 epoch_base = ptx.shared_load(self.word(s, Word.EPOCH_BASE))

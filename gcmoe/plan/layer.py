@@ -28,25 +28,27 @@ class SplitRow:
     Args:
         max_tokens: the largest capacity, in tokens of a rank, that the row is for.
         dispatch_sms: SMs.
+        is_returned: compute runs on them too once dispatch has ended.
         gpu, measurement: where and how it was found.
     """
 
     max_tokens: int
     dispatch_sms: int
+    is_returned: bool
     gpu: str
     measurement: str
 
 
 SPLIT_TABLE = (
     SplitRow(
-        16, 8, "H200",
+        16, 8, False, "H200",
         "dispatch alone, two ranks, to the last block, 8 against 16 SMs: 7.1 and 6.9 us at T = 1, "
-        "7.9 and 7.6 at T = 8; compute has 8 SMs more",
+        "7.9 and 7.6 at T = 8; compute has 8 SMs more. Returning them costs 1 us (decision 9)",
     ),
     SplitRow(
-        MAX_TOKENS, 16, "H200",
+        MAX_TOKENS, 16, True, "H200",
         "the same: 14.4 and 11.3 us at T = 64, 42 and 31 at T = 256; 24 or 32 SMs made a whole "
-        "layer 0 to 18 us slower at T = 64 to 256 (decision 7)",
+        "layer 0 to 18 us slower at T = 64 to 256 (decision 7). Returning them: decision 9",
     ),
 )  # fmt: skip
 """By capacity, ascending."""
@@ -129,9 +131,9 @@ def choose_tiles(mean_rows: float) -> TilePlan:
     return next(row.tiles for row in TILE_TABLE if mean_rows <= row.mean_rows)
 
 
-def choose_dispatch_sms(max_tokens: int) -> int:
-    """SMs of the dispatch partition at a capacity."""
-    return next(row.dispatch_sms for row in SPLIT_TABLE if max_tokens <= row.max_tokens)
+def choose_split(max_tokens: int) -> SplitRow:
+    """The split of the SMs at a capacity."""
+    return next(row for row in SPLIT_TABLE if max_tokens <= row.max_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +147,8 @@ class LayerPlan:
     num_ranks: int
     num_sms: int
     dispatch_sms: int
+    late_ctas: int
+    """CTAs of compute that run in the dispatch partition once dispatch has ended."""
     tiles: Any
     workspace: WorkspaceShape
 
@@ -185,6 +189,7 @@ def make_plan(
     *,
     dispatch_sms: int | None = None,
     ring_slots: int | None = None,
+    late_compute: bool | None = None,
     family: Family = "sm90",
 ) -> LayerPlan:
     """The plan of a layer.
@@ -196,14 +201,19 @@ def make_plan(
         dispatch_sms: SMs of the dispatch partition; None takes them from :data:`SPLIT_TABLE`.
             Rounded up to a multiple of 8, as the driver does.
         ring_slots: S; None takes the power of two that holds every block, within 256 MiB.
+        late_compute: whether compute runs on the dispatch SMs too once dispatch has ended; None
+            takes it from :data:`SPLIT_TABLE`.
         family: of kernels; decides tiles and the form of activation scales.
 
     Raises:
         ValueError: a limit of the configuration, of the partition or of dispatch is exceeded.
     """
     local_experts = config.local_experts(num_ranks)
+    split = choose_split(config.max_tokens)
     if dispatch_sms is None:
-        dispatch_sms = choose_dispatch_sms(config.max_tokens)
+        dispatch_sms = split.dispatch_sms
+    if late_compute is None:
+        late_compute = split.is_returned
     asked, dispatch_sms = dispatch_sms, round_up(dispatch_sms, SM_GRANULE)
     if not 0 < dispatch_sms < num_sms:
         raise ValueError(
@@ -251,4 +261,5 @@ def make_plan(
             f"keeps its share of the rows in shared memory"
         )
     shape = replace(shape, num_slots=ring_slots)
-    return LayerPlan(config, num_ranks, num_sms, dispatch_sms, tiles, shape)
+    late_ctas = dispatch_sms if late_compute else 0
+    return LayerPlan(config, num_ranks, num_sms, dispatch_sms, late_ctas, tiles, shape)

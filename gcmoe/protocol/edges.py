@@ -102,13 +102,18 @@ class Edge:
 
 @dataclass(frozen=True, slots=True)
 class GraphEdge:
-    """An order that the child graph or the stream gives; covers plain accesses."""
+    """An order that the child graph or the stream gives; covers plain accesses.
+
+    With ``is_programmatic`` the later role may start before the earlier one ends. It waits for that
+    end itself, in the one CTA and before the one step that the meaning names.
+    """
 
     name: str
     before: Role
     after: Role
     next_replay: bool
     meaning: str
+    is_programmatic: bool = False
 
 
 HEADER = Edge(
@@ -262,7 +267,9 @@ GRAPH_EDGES: tuple[GraphEdge, ...] = (
         Role.COMPUTE,
         Role.FINALIZE,
         False,
-        "the ticket may be zeroed and the bases advanced only when no CTA of compute reads them",
+        "the last CTA of finalize may zero the ticket and advance the bases only when no CTA of "
+        "compute reads them",
+        is_programmatic=True,
     ),
     GraphEdge(
         "dispatch_before_finalize",

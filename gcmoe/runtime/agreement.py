@@ -54,6 +54,7 @@ def arguments_fingerprint(plan: LayerPlan, **others: Any) -> dict[str, str]:
     values = {"config." + name: str(value) for name, value in asdict(plan.config).items()}
     values["dispatch_sms"] = str(plan.dispatch_sms)
     values["ring_slots"] = str(plan.workspace.num_slots)
+    values["late_compute"] = str(plan.late_ctas > 0)
     values |= {name: str(value) for name, value in others.items()}
     values["protocol and kernel source"] = source_digest()[:16]
     return values
@@ -74,6 +75,7 @@ def draft_plan(
     num_ranks: int,
     dispatch_sms: int | None,
     ring_slots: int | None,
+    late_compute: bool | None,
     serial: bool,
     family: Family,
 ) -> LayerPlan:
@@ -83,7 +85,12 @@ def draft_plan(
         ValueError: a limit is exceeded.
     """
     plan = make_plan(
-        config, num_ranks, dispatch_sms=dispatch_sms, ring_slots=ring_slots, family=family
+        config,
+        num_ranks,
+        dispatch_sms=dispatch_sms,
+        ring_slots=ring_slots,
+        late_compute=late_compute,
+        family=family,
     )
     if serial:
         require_whole_ring(plan)

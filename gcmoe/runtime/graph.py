@@ -34,13 +34,22 @@ def node_parameters(kernel: LoadedKernel, context: Any, grid: int, arguments: Ar
 class LayerGraph:
     """dispatch and compute in parallel, finalize after both; ``serial`` adds dispatch -> compute.
 
+    With ``late``, compute has a second node, in the dispatch partition behind dispatch: its CTAs
+    take tickets like all others, so the SMs of dispatch do not idle for the rest of the replay.
+
+    Finalize hangs on compute by programmatic edges: its CTAs take the SMs that compute leaves while
+    the last items still run, wait for arrivals in memory, and only the last one waits for the end
+    of compute, before it advances the generation.
+
     Dispatch is added first. The template graph is what captures clone; the executable graph serves
     eager calls and takes new arguments without affecting launches already enqueued.
 
     Args:
         kernels, arguments, grids: by role; the argument blocks are read again at every update.
-        partition: dispatch runs in its dispatch context, the other two in its compute context.
+        partition: dispatch and late compute run in its dispatch context, the others in its compute
+            context.
         serial: compute starts after dispatch has ended.
+        late: arguments of late compute, one CTA per SM of the dispatch partition; None for none.
     """
 
     def __init__(
@@ -50,8 +59,9 @@ class LayerGraph:
         grids: dict[Role, int],
         partition: Partition,
         serial: bool,
+        late: Arguments | None = None,
     ) -> None:
-        self._arguments = arguments
+        self._arguments = arguments, late  # the nodes read them
         self._parameters: dict[Role, Any] = {}
         for role in ROLES:
             green = partition.dispatch if role == Role.DISPATCH else partition.compute
@@ -60,16 +70,33 @@ class LayerGraph:
             )
         self._graph = driver.call("cuGraphCreate", 0)
         dispatch = self._add(Role.DISPATCH, [])
-        compute = self._add(Role.COMPUTE, [dispatch] if serial else [])
-        finalize = self._add(Role.FINALIZE, [dispatch, compute])
-        self._nodes = {Role.DISPATCH: dispatch, Role.COMPUTE: compute, Role.FINALIZE: finalize}
+        compute = [self._add(Role.COMPUTE, [dispatch] if serial else [])]
+        if late is not None:
+            context, grid = partition.dispatch.context, grids[Role.DISPATCH]
+            parameters = node_parameters(kernels[Role.COMPUTE], context, grid, late)
+            compute.append(self._add_node("late compute", parameters, [dispatch]))
+        finalize = self._add(Role.FINALIZE, [dispatch])
+        self._add_programmatic_edges(compute, finalize)
+        self._nodes = {Role.DISPATCH: dispatch, Role.FINALIZE: finalize}
         self._executable: Any = None
 
     def _add(self, role: Role, after: list[Any]) -> Any:
-        parameters = self._parameters[role]
-        detail = role.name.lower()
+        return self._add_node(role.name.lower(), self._parameters[role], after)
+
+    def _add_node(self, name: str, parameters: Any, after: list[Any]) -> Any:
         return driver.call(
-            "cuGraphAddKernelNode", self._graph, after, len(after), parameters, detail=detail
+            "cuGraphAddKernelNode", self._graph, after, len(after), parameters, detail=name
+        )
+
+    def _add_programmatic_edges(self, before: list[Any], after: Any) -> None:
+        """``after`` may start once every CTA of ``before`` has released its dependents."""
+        cu = driver.cu
+        edge = cu.CUgraphEdgeData()
+        edge.from_port = cu.CU_GRAPH_KERNEL_NODE_PORT_PROGRAMMATIC
+        edge.type = cu.CUgraphDependencyType.CU_GRAPH_DEPENDENCY_TYPE_PROGRAMMATIC
+        count = len(before)
+        driver.call(
+            "cuGraphAddDependencies", self._graph, before, [after] * count, [edge] * count, count
         )
 
     def instantiate(self) -> None:

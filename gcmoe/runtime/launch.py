@@ -65,6 +65,16 @@ class Arguments:
         for name, value in values.items():
             self.fields[name].value = value
 
+    def copy(self) -> Arguments:
+        """Another block with the same values."""
+        block = Arguments(self.spec)
+        for name, field in self.fields.items():
+            target, size = ctypes.addressof(block.fields[name]), ctypes.sizeof(field)
+            ctypes.memmove(target, ctypes.addressof(field), size)
+        for name, address in self.map_addresses.items():
+            ctypes.memmove(block.map_addresses[name], address, driver.TENSOR_MAP_BYTES)
+        return block
+
     def set_peers(self, addresses: Sequence[int]) -> None:
         """Set the table of workspace addresses, in rank order."""
         peers = self.fields["peers"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gcmoe.protocol import Word32, Word64, is_valid
+from gcmoe.protocol import Role, Word32, Word64, is_valid
 from gcmoe.sim.checks import Violation
 from gcmoe.sim.common import adder, enter, publish, read_bases, spin
 from gcmoe.sim.data import NAN
@@ -293,8 +293,11 @@ def advance(
     target: Word32,
     is_last: bool,
 ) -> Steps:
-    """The bases of the next replay, unless abort is set."""
+    """The bases of the next replay, unless abort is set, once compute has ended."""
     rank, memory = actor.rank, sim.memory
+    if "compute_before_finalize" in sim.variant.graph_edges:
+        yield Wait("graph", (rank, "@kernels", 0), lambda _: launch.ended(Role.COMPUTE))
+        memory.begin(actor)
     yield "abort"
     if memory.peek(actor, (rank, "abort", 0)) and not sim.variant.advance_after_abort:
         return

@@ -51,6 +51,7 @@ class SimConfig:
         num_slots: S. slot_rows: U. header_words: Q.
         block_rows: BM, cycling over replays: capacities with different blocks share one ring.
         dispatch_ctas, compute_ctas, finalize_ctas: grids.
+        late_ctas: further compute CTAs, which start when dispatch has ended.
         w2_columns: columns of a W2 item, cycling over ranks only.
         warps: warps of a dispatch CTA that pull rows.
         rows_in_flight: rows that a warp loads before it stores the first of them.
@@ -80,6 +81,7 @@ class SimConfig:
     dispatch_ctas: tuple[int, ...] = (2, 1)
     compute_ctas: tuple[int, ...] = (2,)
     finalize_ctas: tuple[int, ...] = (2, 1)
+    late_ctas: tuple[int, ...] = (0,)
     w2_columns: tuple[int, ...] = (256,)
     warps: int = 1
     rows_in_flight: int = 2
@@ -222,4 +224,5 @@ def random_config(
         expiries=rng.choice((1, 2)) if faults else 0,
         broadcast=rng.random() < 0.5 or not faults,
         reset_after=rng.choice((None, 1, 2)) if faults else None,
+        late_ctas=rng.choice(((0,), (0,), (1,), (2, 1))),
     )

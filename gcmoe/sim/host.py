@@ -74,10 +74,13 @@ def replays(sim: Simulation, rank: int, started: dict[Role, int], limit: int) ->
 
 
 def may_start(sim: Simulation, launches: list[Launch], role: Role, replay: int) -> bool:
-    """The graph edges into ``role``; a node of the next replay also follows itself."""
+    """The graph edges into ``role``; a node of the next replay also follows itself.
+
+    The role behind a programmatic edge waits itself; here it may start before the earlier one does.
+    """
     edges = sim.variant.graph_edges
     for edge in GRAPH_EDGES:
-        if edge.after is not role or edge.name not in edges:
+        if edge.after is not role or edge.name not in edges or edge.is_programmatic:
             continue
         before = replay - 1 if edge.next_replay else replay
         if before >= 0 and not (before < len(launches) and launches[before].ended(edge.before)):
@@ -103,7 +106,8 @@ def launch_role(sim: Simulation, rank: int, replay: int, role: Role, steps: Role
                 layer,
                 {
                     Role.DISPATCH: config.grid(config.dispatch_ctas, rank, replay),
-                    Role.COMPUTE: config.grid(config.compute_ctas, rank, replay),
+                    Role.COMPUTE: config.grid(config.compute_ctas, rank, replay)
+                    + config.grid(config.late_ctas, rank, replay),
                     Role.FINALIZE: config.grid(config.finalize_ctas, rank, replay),
                 },
                 config.grid(config.block_rows, rank, replay),

@@ -7,7 +7,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 from gcmoe.protocol import (
@@ -68,6 +68,8 @@ class Launch:
     generation: int
     left: dict[Role, int] = field(default_factory=dict)
     queue: list[int] = field(default_factory=list)
+    late: list[Callable[[], None]] = field(default_factory=list)
+    """What starts the compute CTAs behind dispatch."""
 
     def ended(self, role: Role) -> bool:
         return self.left.get(role, -1) == 0
@@ -251,11 +253,22 @@ class Simulation:
         grid = launch.grids[role]
         launch.left[role] = grid
         first = grid
-        if role is Role.COMPUTE and self.config.resident is not None:
-            first = min(grid, self.config.resident)
+        if role is Role.COMPUTE:
+            grid -= self.config.grid(self.config.late_ctas, launch.rank, launch.replay)
+            late = range(grid, launch.grids[role])
+            launch.late = [partial(self.start_cta, launch, role, index, steps) for index in late]
+            first = min(grid, self.config.resident or grid)
             launch.queue = list(range(first, grid))
         for index in range(first):
             self.start_cta(launch, role, index, steps)
+        if launch.ended(Role.DISPATCH):
+            self.start_late(launch)
+
+    def start_late(self, launch: Launch) -> None:
+        """Dispatch has ended and left its SMs to compute."""
+        for start in launch.late:
+            start()
+        launch.late = []
 
     def start_cta(self, launch: Launch, role: Role, index: int, steps: RoleSteps) -> None:
         cta = Cta(role, launch.rank, launch.replay, index)
@@ -288,6 +301,8 @@ class Simulation:
         if launch.left[cta.role] == 0:
             if cta.role is Role.FINALIZE:
                 self._end_replay(launch)
+            if cta.role is Role.DISPATCH:
+                self.start_late(launch)
             self.wake((cta.rank, "@kernels", 0))
 
     # ---- the end of a replay --------------------------------------------------------------

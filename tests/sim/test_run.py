@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from gcmoe.protocol import FaultKind
+from gcmoe.protocol import FaultKind, Role
 from gcmoe.protocol.invariants import INVARIANTS
 from gcmoe.sim import SimConfig, random_config, simulate
 from gcmoe.sim.checks import CHECKS
@@ -196,3 +196,30 @@ def test_without_budgets_a_missing_call_is_a_deadlock_that_names_the_peer() -> N
     (name, detail), *_ = result.violations
     assert name == "no_deadlock"
     assert "rank 0 replay 2 dispatch CTA 0 waits for header from rank 1" in detail
+
+
+def test_late_compute_starts_behind_dispatch_and_takes_items() -> None:
+    config = SimConfig(routing="dense", compute_ctas=(1,), late_ctas=(2,), tokens=3)
+    for seed in range(20):
+        result = simulate(config, seed, SCHEDULES[seed % 5])
+        assert result.violations == [], seed
+        events = [e for e in result.timeline if (e.rank, e.replay) == (0, 0)]
+        ended = max(e.step for e in events if e.role is Role.DISPATCH and e.what == "end")
+        started = {e.cta: e.step for e in events if e.role is Role.COMPUTE and e.what == "start"}
+        assert sorted(started) == [0, 1, 2]
+        assert min(started[1], started[2]) >= ended
+
+
+def test_finalize_may_start_before_compute_ends_but_ends_after_it() -> None:
+    config = SimConfig(routing="dense", compute_ctas=(2,), tokens=3)
+    early = 0
+    for seed in range(40):
+        result = simulate(config, seed, SCHEDULES[seed % 5])
+        assert result.violations == [], seed
+        for rank, replay in {(e.rank, e.replay) for e in result.timeline}:
+            events = [e for e in result.timeline if (e.rank, e.replay) == (rank, replay)]
+            compute = max(e.step for e in events if e.role is Role.COMPUTE)
+            finalize = [e.step for e in events if e.role is Role.FINALIZE]
+            early += min(finalize) < compute
+            assert max(finalize) >= compute
+    assert early > 40

@@ -1,0 +1,166 @@
+"""One layer of an operator: what a call checks, stores in the argument blocks, and launches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gcmoe.errors import CaptureError
+from gcmoe.numerics import Packed
+from gcmoe.protocol import Role
+from gcmoe.runtime import checks
+from gcmoe.runtime import device as devices
+
+
+class Layer:
+    """One MoE layer: the operator with one set of weights. Made by ``MoE.bind``.
+
+    Args:
+        op: the ``MoE``; its kernels, argument blocks, record and order of replays serve all layers.
+        packed: this rank's weights.
+        call: id of the layer's calls in header words, modulo ``NUM_CALLS``.
+    """
+
+    def __init__(self, op: Any, packed: Packed, call: int) -> None:
+        self.op = op
+        self.packed = packed
+        self.call = call
+        config = op.config
+        self._hidden, self._top_k, self._max_tokens = (
+            config.hidden,
+            config.top_k,
+            config.max_tokens,
+        )
+        blocks = op._arguments(call, packed)
+        dispatch, finalize = blocks[Role.DISPATCH].fields, blocks[Role.FINALIZE].fields
+        self._x, self._weights = dispatch["x"], dispatch["topk_weights"]
+        self._ids = dispatch["topk_ids"], finalize["topk_ids"]
+        self._num_tokens = dispatch["num_tokens"], finalize["num_tokens"]
+        self._int64 = dispatch["ids_are_int64"], finalize["ids_are_int64"]
+        self._y = finalize["y"]
+        self._last: tuple[Any, ...] = ()
+        with devices.guard(op.device):
+            self._graph = op._graph(blocks)
+
+    def __call__(
+        self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, out: Tensor | None = None
+    ) -> Tensor:
+        """y = sum over slots of weight * expert(x), on the current stream.
+
+        All ranks make the call, also with T = 0; T may differ. Never waits for the device. The
+        first call of a layer instantiates its graph; later ones allocate nothing but y, and nothing
+        with ``out``. Inside a graph capture it becomes one child graph; the operator must have been
+        called eagerly before, on all ranks, and the tensors' addresses are captured.
+
+        Args:
+            x: bf16 [T, H], contiguous, T <= max_tokens.
+            topk_ids: int32 or int64 [T, k], contiguous, ids in [0, E); an id outside is skipped.
+            topk_weights: fp32 [T, k], contiguous.
+            out: bf16 [T, H], contiguous, for y; may be ``x``, may not overlap the other two.
+
+        Returns:
+            bf16 [T, H]: ``out``, or a new tensor.
+
+        Raises:
+            TypeError, ValueError: a dtype, shape, device or layout is wrong; values are not read.
+            CaptureError: in a capture, before any eager call of the operator.
+            DeviceFault: an earlier call failed on the device; see :meth:`MoE.check`.
+            OperatorClosed: after ``close()``.
+        """
+        op = self.op
+        if op._closed or op._record.words[0]:
+            op.check()
+        index = op._index
+        num_tokens = self._check(x, topk_ids, topk_weights, index)
+        if out is None:
+            out = torch.empty_like(x)
+        else:
+            shape = num_tokens, self._hidden
+            checks.require_output(out, topk_ids, topk_weights, shape, self._max_tokens, op.device)
+        if not devices.is_current(index):
+            with devices.guard(op.device):
+                return self._run(x, topk_ids, topk_weights, out, num_tokens)
+        return self._run(x, topk_ids, topk_weights, out, num_tokens)
+
+    def _run(
+        self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, out: Tensor, num_tokens: int
+    ) -> Tensor:
+        op, graph = self.op, self._graph
+        values = (
+            x.data_ptr(),
+            topk_ids.data_ptr(),
+            topk_weights.data_ptr(),
+            out.data_ptr(),
+            num_tokens,
+            topk_ids.dtype is torch.int64,
+        )
+        handle = devices.stream_handle(op._index)
+        if devices.is_capturing():
+            self._capture(values, handle)
+            return out
+        if values != self._last:
+            self._last = ()
+            self._store(values)
+            if graph.is_instantiated:
+                graph.update(Role.DISPATCH)
+                graph.update(Role.FINALIZE)
+            else:
+                graph.instantiate()
+            self._last = values
+        order = op._order
+        stream = order.enter(handle)
+        graph.launch(stream)
+        order.leave(handle, stream)
+        op._is_warm = True
+        return out
+
+    def _capture(self, values: tuple[Any, ...], handle: int) -> None:
+        op = self.op
+        if not op._is_warm:
+            raise CaptureError(
+                "call a layer of this operator once outside the capture, on all ranks, before the "
+                "first capture: kernels load and ranks meet in that call"
+            )
+        self._last = ()  # the eager graph does not get the arguments that the blocks get now
+        self._store(values)
+        self._graph.add_to_capture(op._order.stream_object(handle))
+
+    def _store(self, values: tuple[Any, ...]) -> None:
+        """Put what a call brings into the argument blocks."""
+        x, ids, weights, y, num_tokens, is_int64 = values
+        self._x.value, self._weights.value, self._y.value = x, weights, y
+        for side in (0, 1):
+            self._ids[side].value = ids
+            self._num_tokens[side].value = num_tokens
+            self._int64[side].value = is_int64
+
+    def _check(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, index: int) -> int:
+        """T; one chain of cheap comparisons, the message only when one fails."""
+        try:
+            num_tokens, hidden = x.shape
+            slots = (num_tokens, self._top_k)
+            id_type = topk_ids.dtype
+            if (
+                x.dtype is torch.bfloat16
+                and hidden == self._hidden
+                and num_tokens <= self._max_tokens
+                and (id_type is torch.int32 or id_type is torch.int64)
+                and topk_ids.shape == slots
+                and topk_weights.dtype is torch.float32
+                and topk_weights.shape == slots
+                and x.is_contiguous()
+                and topk_ids.is_contiguous()
+                and topk_weights.is_contiguous()
+                and x.get_device() == index
+                and topk_ids.get_device() == index
+                and topk_weights.get_device() == index
+                and not x.data_ptr() % checks.ALIGNMENT
+            ):
+                return num_tokens
+        except (AttributeError, ValueError):
+            pass  # not a tensor, or not two dimensions
+        raise checks.argument_error(
+            x, topk_ids, topk_weights, self._hidden, self._top_k, self._max_tokens, self.op.device
+        )
