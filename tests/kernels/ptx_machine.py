@@ -245,6 +245,8 @@ class Launch:
 
     Args:
         arguments: by position: an integer, a list of u64 by value, or a tensor map.
+        after: launches that must have ended before this one starts.
+        prerequisites: launches whose end it waits for itself (a programmatic edge).
     """
 
     program: Program
@@ -252,12 +254,15 @@ class Launch:
     threads: int
     shared_bytes: int
     arguments: Sequence[int | list[int] | TensorMap]
+    after: list[Launch] = field(default_factory=list)
+    prerequisites: list[Launch] = field(default_factory=list)
     steps: list[Step] = field(init=False)
     num_registers: int = field(init=False)
     ctas: list[Cta] = field(init=False)
 
-    def parameter(self, name: str) -> int | list[int] | TensorMap:
-        return self.arguments[int(name.rpartition("_")[2])]
+    @property
+    def has_ended(self) -> bool:
+        return all(warp.is_done for cta in self.ctas for warp in cta.warps)
 
 
 class Machine:
@@ -301,9 +306,13 @@ class Machine:
             launch.steps, launch.num_registers = decode(launch.program)
             launch.ctas = [Cta(self, launch, n) for n in range(launch.grid)]
         ctas = [cta for launch in launches for cta in launch.ctas]
-        warps = [warp for cta in ctas for warp in cta.warps]
+        waiting, warps = list(launches), list[Warp]()
         idle = 0
-        while warps:
+        while warps or waiting:
+            for launch in waiting[:]:
+                if all(other.has_ended for other in launch.after):
+                    warps += [warp for cta in launch.ctas for warp in cta.warps]
+                    waiting.remove(launch)
             self.turns += 1
             moved = self.work(ctas)
             warp = self.random.choice(warps)

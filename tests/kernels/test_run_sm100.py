@@ -264,8 +264,9 @@ class Layer:
             rank.peers = [other.workspace for other in self.ranks]
 
     def replay(self, batches: list[layers.Batch]) -> list[Tensor]:
-        """y of every rank: dispatch beside compute on all ranks, then finalize."""
-        first, last, results = [], [], []
+        """y of every rank. As in the layer's graph, late compute starts behind dispatch, and
+        finalize too, which waits for the end of compute itself."""
+        launches, results = [], []
         for rank, batch in zip(self.ranks, batches, strict=True):
             tensors = batch.x, batch.ids, batch.weights
             x, ids, weights = (self.machine.memory.map(layers.flat(t)) for t in tensors)
@@ -273,16 +274,16 @@ class Layer:
             out = self.machine.memory.map(layers.flat(y))
             results.append(y)
             call = {"num_tokens": len(y), "ids_are_int64": 0, "topk_ids": ids}
-            first.append(
-                rank.launch(
-                    Role.DISPATCH, self.plan.dispatch_sms, x=x, topk_weights=weights, call=0, **call
-                )
+            dispatch = rank.launch(
+                Role.DISPATCH, self.plan.dispatch_sms, x=x, topk_weights=weights, call=0, **call
             )
-            first.append(rank.launch(Role.COMPUTE, 2))
-            grid = finalize_grid(self.cfg, 3)
-            last.append(rank.launch(Role.FINALIZE, grid, y=out, **call))
-        self.machine.run(*first)
-        self.machine.run(*last)
+            compute = rank.launch(Role.COMPUTE, 2)
+            late = rank.launch(Role.COMPUTE, 2)
+            finalize = rank.launch(Role.FINALIZE, finalize_grid(self.cfg, 3), y=out, **call)
+            late.after = finalize.after = [dispatch]
+            finalize.prerequisites = [compute, late]
+            launches += [dispatch, compute, late, finalize]
+        self.machine.run(*launches)
         return results
 
     def check(self, batches: list[layers.Batch], results: list[Tensor], replay: int) -> None:
