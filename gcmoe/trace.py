@@ -203,11 +203,12 @@ def replay_records(
     experts = random_weights(
         MoEConfig(config.hidden, config.intermediate, local, min(config.top_k, local), 1), generator
     )
-    packed = gcmoe.pack(experts.w13, experts.w13_scale, experts.w2, experts.w2_scale, config)
-    del experts
+    tensors = experts.w13, experts.w13_scale, experts.w2, experts.w2_scale
     batches = [random_batch(config, ns.tokens, generator) for _ in range(ns.layers)]
     options = {"serial": ns.serial, "dispatch_sms": ns.dispatch_sms}
     with gcmoe.MoE(config, group, trace=True, **options) as op:
+        packed = gcmoe.pack(*tensors, config, arch=op.family)
+        del experts, tensors
         layers = [op.bind(packed) for _ in batches]
         inputs = [(x, x.clone(), ids, weights, torch.empty_like(x)) for x, ids, weights in batches]
         for layer, (_, x, ids, weights, y) in zip(layers, inputs, strict=True):

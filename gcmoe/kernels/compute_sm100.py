@@ -45,7 +45,8 @@ class ComputeKernelSm100:
         5 weights       item -> windows; one tensor load of 16,384 B and a bulk load of two atoms
         6 tokens        waits FULL (W1) or the W1 bitmap (W2); token rows and atom of each window
         7 publisher     moves finished tiles out, completes, fences and publishes
-        8 scheduler     takes tickets, reads the block table, fills the item queue
+        8 scheduler     takes tickets, reads the block table, fills the item queue; releases
+                        finalize when there are no more
 
     Pipelines (producer -> consumer, arrivals):
 
@@ -347,6 +348,7 @@ class ComputeKernelSm100:
                 ptx.mbarrier_arrive(at["item"] + q * 8)
                 if kind == U32(int(Kind.STOP)):
                     go = I32(0)
+                    ptx.release_dependents()
                 else:
                     ptx.mbarrier_wait(at["next_ticket"], taken_parity)
                     taken_parity ^= 1

@@ -54,8 +54,8 @@ class MmaIssuer:
                     windows = I32(self.w1_windows)
                     if kind == U32(int(Kind.W2)):
                         windows = I32(self.w2_windows)
+                    # The fence behind the waits of the first window covers this one.
                     ptx.mbarrier_wait(at["acc_free"] + b * 8, free_parity)
-                    ptx100.fence_after_sync()
                     d = columns + U32(b) * self.memory.accumulator_columns
                     s, parity = self.item(at, columns, d, n, windows, s, parity)
                     ptx100.commit(at["acc_full"] + b * 8)

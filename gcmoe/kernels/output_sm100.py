@@ -59,9 +59,9 @@ class Epilogue:
                 go = I32(0)
             else:
                 ptx.mbarrier_wait(at["item_data"] + q * 8, item_parity)
+                ptx.mbarrier_wait(at["out_free"], out_parity)
                 ptx.mbarrier_wait(at["acc_full"] + b * 8, full_parity)
                 ptx100.fence_after_sync()
-                ptx.mbarrier_wait(at["out_free"], out_parity)
                 d = lanes + U32(b) * self.memory.accumulator_columns
                 if kind == U32(int(Kind.W1)):
                     self.w1_tile(at, d, n, q, tid)

@@ -9,6 +9,7 @@ import argparse
 import inspect
 import sys
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from gcmoe.protocol import order
@@ -24,7 +25,7 @@ from gcmoe.protocol.edges import (
 )
 from gcmoe.protocol.faults import RECORD_WORDS, FaultKind
 from gcmoe.protocol.invariants import INVARIANTS
-from gcmoe.protocol.workspace import BASES_WORDS, FIRST_GENERATION, WorkspaceShape
+from gcmoe.protocol.workspace import BASES_WORDS, FIRST_GENERATION, MX_COLUMNS, WorkspaceShape
 
 DEFAULT_PATH = Path("docs/protocol.md")
 
@@ -126,6 +127,22 @@ def workspace_section() -> list[str]:
         f"{e.num_bytes:,} bytes.",
         "",
         *table(["region", "shape", "kind", "remote", "offset", "bytes", "holds"], rows),
+        "",
+        f"With a scale for every {MX_COLUMNS} columns (Blackwell) these regions differ; an atom "
+        "holds the scales of 128 rows of a window in the order of the block-scaled MMA. Cells, "
+        "edges and all other regions are the same.",
+        "",
+        *table(["region", "shape", "holds"], atom_rows()),
+    ]
+
+
+def atom_rows() -> list[list[object]]:
+    """The regions that depend on the form of activation scales."""
+    other = replace(EXAMPLE, scale_columns=MX_COLUMNS)
+    return [
+        [f"`{b.name}`", f"`{b.shape}`", b.meaning]
+        for a, b in zip(EXAMPLE.regions, other.regions, strict=True)
+        if (a.shape, a.meaning) != (b.shape, b.meaning)
     ]
 
 

@@ -81,9 +81,9 @@ class Rank:
         for name, words in values.items():
             self.view(name, f"u{self.shape.region(name).item_bytes}")[:] = words
 
-    def launch(self, role: Role, grid: int, **own: int) -> Launch:
+    def launch(self, role: Role, grid: int, prefetch: bool = True, **own: int) -> Launch:
         """The launch of a role; ``own`` are the arguments that only it has."""
-        spec = kernel_spec(self.plan, role, self.arch)
+        spec = kernel_spec(self.plan, role, self.arch, prefetch=prefetch)
         program, threads, shared_bytes = compiled(spec)
         values: dict[str, Any] = {
             "peers": self.peers,

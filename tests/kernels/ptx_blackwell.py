@@ -59,6 +59,10 @@ def bulk_load(ins: Instruction, d: Decoder) -> Step:
         cta = w.cta
         to, at, count, barrier = (int(g(w)[lane]) for g in (target, source, size, mbarrier))
         assert to % 16 == at % 16 == count % 16 == 0, f"bulk load of {count} bytes at {at:#x}"
+        order = cta.machine.order
+        order.copy(w, lane)
+        order.copy_reads(w, *cta.machine.memory.find(at, count), count)
+        order.copy_overwrites(w, to, count)
 
         def end() -> None:
             cta.shared[to : to + count] = cta.machine.memory.read(at, count)
@@ -80,6 +84,8 @@ def bulk_store(ins: Instruction, d: Decoder) -> Step:
         cta, thread = w.cta, int(w.threads[lane])
         to, at, count = (int(g(w)[lane]) for g in (target, source, size))
         assert to % 16 == at % 16 == count % 16 == 0, f"bulk store of {count} bytes at {at:#x}"
+        cta.machine.order.copy(w, lane)
+        cta.machine.order.copy_reads(w, cta.shared, at, count)
         cta.uncommitted[thread] += 1
 
         def end() -> None:
@@ -130,6 +136,9 @@ def tensor_load(ins: Instruction, d: Decoder) -> Step:
         to, barrier = int(target(w)[lane]), int(mbarrier(w)[lane])
         assert to % 1024 == 0
         assert at[0] == 0
+        order = cta.machine.order
+        order.copy(w, lane)
+        order.copy_overwrites(w, to, 128 * tensor_map.box[1])
 
         def end() -> None:
             complete(cta, barrier, fill(cta, tensor_map, at, to))
@@ -200,6 +209,24 @@ def columns_of(cta: Cta, address: int, count: int) -> int:
     first, allocated = cta.columns
     assert first <= column <= first + allocated - count, f"column {column} + {count}"
     return column
+
+
+def in_order(step: Step, loads: bool = False) -> Step:
+    """The step, which waits on barriers must not come before without their fence."""
+
+    def run(w: Warp, pc: int, mask: Array) -> int:
+        w.cta.machine.order.tensor(w, mask, loads)
+        return step.run(w, pc, mask)
+
+    return Step(run, step.needs_warp, step.changes)
+
+
+def fence(ins: Instruction, d: Decoder) -> Step:
+    def run(w: Warp, pc: int, mask: Array) -> int:
+        w.cta.machine.order.fence(w, mask, ins.operation)
+        return ADVANCE
+
+    return Step(run)
 
 
 def scale_copy(ins: Instruction, d: Decoder) -> Step:
@@ -293,14 +320,15 @@ def decode(ins: Instruction, d: Decoder) -> Step:
         ("cp.async.bulk.commit_group", bulk_group),
         ("cp.async.bulk.wait_group", bulk_group),
         ("tcgen05.alloc", allocate),
-        ("tcgen05.dealloc", release),
-        ("tcgen05.cp", scale_copy),
-        ("tcgen05.mma", mma),
+        ("tcgen05.dealloc", lambda ins, d: in_order(release(ins, d))),
+        ("tcgen05.cp", lambda ins, d: in_order(scale_copy(ins, d))),
+        ("tcgen05.mma", lambda ins, d: in_order(mma(ins, d))),
         ("tcgen05.commit", commit),
-        ("tcgen05.ld", accumulators),
+        ("tcgen05.ld", lambda ins, d: in_order(accumulators(ins, d), loads=True)),
+        ("tcgen05.fence", fence),
     ):
         if name.startswith(start):
             return maker(ins, d)
-    if name.startswith(("tcgen05.fence", "tcgen05.wait", "tcgen05.relinquish")):
+    if name.startswith(("tcgen05.wait", "tcgen05.relinquish")):
         return Step(lambda w, pc, mask: ADVANCE)
     raise NotImplementedError(f"{name} {', '.join(ins.operands)}")

@@ -5,8 +5,9 @@ barriers, mbarriers with their transaction counts, atomics, and asynchronous cop
 work that end at a random later time. Warps and pending work take turns at random, by a seed, so a
 missing wait shows as wrong data, a missing arrival as a deadlock.
 
-What is not: caches, fences and proxies (memory is sequentially consistent), time, and the width of
-the hardware's own sums. Shared and tensor memory hold random bytes at first.
+What is not: caches, fences and proxies (memory is sequentially consistent; :mod:`ptx_order` checks
+rules instead, when asked to), time, and the width of the hardware's own sums. Shared and tensor
+memory hold random bytes at first.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 from mx_datapath import Machine as TensorCore
+from ptx_order import Order
 from ptx_text import Program
 
 LANES = 32
@@ -113,6 +115,7 @@ class Cta:
 
     def __init__(self, machine: Machine, launch: Launch, index: int) -> None:
         self.machine, self.launch, self.index = machine, launch, index
+        self.number = machine.count_cta()
         rng = np.random.default_rng(machine.seed + 97 * index)
         self.shared = rng.integers(0, 256, SHARED_BASE + launch.shared_bytes, dtype=np.uint8)
         self.mbarriers: dict[int, MBarrier] = {}
@@ -141,6 +144,7 @@ class Cta:
         warp.at_barrier = True
         if len(self.waiting) == sum(not w.is_done for w in self.warps):
             for other in self.waiting:
+                self.machine.order.wait(other, np.ones(LANES, dtype=bool))
                 other.at_barrier = False
                 other.advance_all()
             self.waiting = []
@@ -241,6 +245,8 @@ class Launch:
 
     Args:
         arguments: by position: an integer, a list of u64 by value, or a tensor map.
+        after: launches that must have ended before this one starts.
+        prerequisites: launches whose end it waits for itself (a programmatic edge).
     """
 
     program: Program
@@ -248,12 +254,15 @@ class Launch:
     threads: int
     shared_bytes: int
     arguments: Sequence[int | list[int] | TensorMap]
+    after: list[Launch] = field(default_factory=list)
+    prerequisites: list[Launch] = field(default_factory=list)
     steps: list[Step] = field(init=False)
     num_registers: int = field(init=False)
     ctas: list[Cta] = field(init=False)
 
-    def parameter(self, name: str) -> int | list[int] | TensorMap:
-        return self.arguments[int(name.rpartition("_")[2])]
+    @property
+    def has_ended(self) -> bool:
+        return all(warp.is_done for cta in self.ctas for warp in cta.warps)
 
 
 class Machine:
@@ -261,13 +270,20 @@ class Machine:
 
     Args:
         seed: of the order of turns and of what memory holds at first.
+        ordered: check the rules of :mod:`ptx_order`.
     """
 
-    def __init__(self, seed: int = 0) -> None:
+    def __init__(self, seed: int = 0, ordered: bool = False) -> None:
         self.seed, self.random = seed, random.Random(seed)
+        self.order, self._ctas = Order(ordered), 0
         self.memory = Memory()
         self.pending: list[Callable[[], None]] = []
         self.turns = 0
+
+    def count_cta(self) -> int:
+        """A number for a new CTA."""
+        self._ctas += 1
+        return self._ctas
 
     def run(self, *launches: Launch) -> None:
         """Run kernels side by side until all their CTAs have ended.
@@ -290,9 +306,13 @@ class Machine:
             launch.steps, launch.num_registers = decode(launch.program)
             launch.ctas = [Cta(self, launch, n) for n in range(launch.grid)]
         ctas = [cta for launch in launches for cta in launch.ctas]
-        warps = [warp for cta in ctas for warp in cta.warps]
+        waiting, warps = list(launches), list[Warp]()
         idle = 0
-        while warps:
+        while warps or waiting:
+            for launch in waiting[:]:
+                if all(other.has_ended for other in launch.after):
+                    warps += [warp for cta in launch.ctas for warp in cta.warps]
+                    waiting.remove(launch)
             self.turns += 1
             moved = self.work(ctas)
             warp = self.random.choice(warps)

@@ -289,10 +289,13 @@ def load(ins: Instruction, d: Decoder) -> Step:
                 continue
             if "shared" in space:
                 raw = w.cta.shared[at : at + size * len(puts)]
+                w.cta.machine.order.loaded_shared(w, int(lane), at, size)
             else:
                 assert at % (size * len(puts)) == 0, f"misaligned {ins.operation} at {at:#x}"
                 raw = w.cta.machine.memory.read(at, size * len(puts))
             values[:, lane] = raw.view(f"<u{size}")
+            if "acquire" in space:
+                w.cta.machine.order.acquire(w, int(lane))
         for put, row in zip(puts, values, strict=True):
             put(w, mask, row)
         return FAILED_POLL if "acquire" in space else ADVANCE
@@ -300,14 +303,14 @@ def load(ins: Instruction, d: Decoder) -> Step:
     return Step(run)
 
 
-def write(w: Warp, space: str, at: int, size: int, words: list[int]) -> None:
+def write(w: Warp, lane: int, space: str, at: int, size: int, words: list[int]) -> None:
     content = np.array([v & ((1 << (8 * size)) - 1) for v in words], dtype=f"<u{size}")
     raw = content.view(np.uint8)
     assert at % len(raw) == 0, f"misaligned store at {at:#x}"
-    if "shared" in space:
-        w.cta.shared[at : at + len(raw)] = raw
-    else:
-        w.cta.machine.memory.write(at, raw)
+    machine, shared = w.cta.machine, "shared" in space
+    array, offset = (w.cta.shared, at) if shared else machine.memory.find(at, len(raw))
+    array[offset : offset + len(raw)] = raw
+    machine.order.wrote(w, lane, array, offset, len(raw), shared)
 
 
 def store(ins: Instruction, d: Decoder) -> Step:
@@ -318,7 +321,8 @@ def store(ins: Instruction, d: Decoder) -> Step:
     def run(w: Warp, pc: int, mask: Array) -> int:
         addresses, rows = get(w), [value(w) for value in values]
         for lane in np.flatnonzero(mask):
-            write(w, space, int(addresses[lane]), size, [int(row[lane]) for row in rows])
+            words = [int(row[lane]) for row in rows]
+            write(w, int(lane), space, int(addresses[lane]), size, words)
         return ADVANCE
 
     return Step(run, changes=True)
@@ -354,7 +358,7 @@ def atomic(ins: Instruction, d: Decoder) -> Step:
                 raw = w.cta.machine.memory.read(at, size)
             old[lane] = int(raw.view(f"<u{size}")[0])
             arguments = [int(row[lane]) & ((1 << (8 * size)) - 1) for row in rows]
-            write(w, space, at, size, [operation(int(old[lane]), *arguments)])
+            write(w, int(lane), space, at, size, [operation(int(old[lane]), *arguments)])
         if put:
             put(w, mask, old)
         return ADVANCE
@@ -444,6 +448,7 @@ def control(ins: Instruction, d: Decoder) -> Step | None:
     if name == "bar.sync":
 
         def barrier(w: Warp, pc: int, mask: Array) -> int:
+            w.cta.machine.order.arrive(w)
             w.cta.arrive_at_barrier(w)
             return BRANCH
 
@@ -451,7 +456,21 @@ def control(ins: Instruction, d: Decoder) -> Step | None:
         return Step(barrier, needs_warp=True, changes=True)
     if name == "bar.warp.sync":
         return Step(lambda w, pc, mask: ADVANCE, needs_warp=True)
-    if name.startswith(("fence.", "nanosleep")):
+    if name.startswith("fence."):
+
+        def fence(w: Warp, pc: int, mask: Array) -> int:
+            w.cta.machine.order.fence(w, mask, name)
+            return ADVANCE
+
+        return Step(fence)
+    if name == "griddepcontrol.wait":
+
+        def prerequisites(w: Warp, pc: int, mask: Array) -> int:
+            waits = any(not launch.has_ended for launch in w.cta.launch.prerequisites)
+            return BLOCKED if waits else ADVANCE
+
+        return Step(prerequisites)
+    if name.startswith(("nanosleep", "griddepcontrol.launch_dependents")):
         return Step(lambda w, pc, mask: ADVANCE)
     return None
 
@@ -477,6 +496,7 @@ def mbarrier(ins: Instruction, d: Decoder) -> Step:
                 continue
             barrier = w.cta.mbarrier(at)
             if name == "arrive":
+                w.cta.machine.order.arrive(w)
                 barrier.num_bytes += int(values[0][lane]) if expects else 0
                 barrier.pending -= 1
                 barrier.settle()
@@ -485,6 +505,7 @@ def mbarrier(ins: Instruction, d: Decoder) -> Step:
         if put is None:
             return ADVANCE
         put(w, mask, results)
+        w.cta.machine.order.wait(w, mask & (results != 0))
         return ADVANCE if results[mask].all() else FAILED_POLL
 
     return Step(run, changes=put is None)

@@ -205,6 +205,11 @@ def test_parameters_are_those_of_the_spec(name: str) -> None:
 
 
 @every
+def test_finalize_is_released_once(name: str) -> None:
+    assert build(name).ptx.count("griddepcontrol.launch_dependents;") == 1
+
+
+@every
 def test_the_target_is_the_one_asked_for(name: str) -> None:
     b = build(name)
     assert re.findall(r"^\.target (\w+)", b.ptx, re.MULTILINE) == [b.spec.arch]

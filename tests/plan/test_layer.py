@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gcmoe.config import MoEConfig
-from gcmoe.plan import make_plan
+from gcmoe.plan import make_plan, tiles_sm100
 from gcmoe.plan.layer import (
     MAX_RING_BYTES,
     MAX_SHARE_ROWS,
@@ -17,6 +17,8 @@ from gcmoe.plan.layer import (
     next_power_of_two,
     round_up,
 )
+from gcmoe.plan.targets import family_of
+from gcmoe.plan.tiles_sm100 import TilePlanSm100
 from gcmoe.protocol import WorkOrder
 from gcmoe.protocol.document import EXAMPLE
 
@@ -134,3 +136,39 @@ def test_rounding(value, granule):
     assert power & (power - 1) == 0
     assert value <= power
     assert power == 1 or power < 2 * value
+
+
+# ---- Blackwell -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("max_tokens", "width"), [(8, 32), (64, 32), (256, 64), (512, 128)])
+def test_blackwell_tiles_follow_the_mean_rows_of_an_expert(max_tokens: int, width: int) -> None:
+    plan = make_plan(replace(FLASH, max_tokens=max_tokens), 8, 148, family="sm100")
+    assert isinstance(plan.tiles, TilePlanSm100)
+    assert plan.tiles.max_width == width == plan.workspace.slot_rows == plan.workspace.block_rows
+    assert plan.workspace.has_atoms
+    assert plan.compute_sms == 148 - plan.dispatch_sms
+    assert plan.workspace.num_slots * width * plan.workspace.row_stride <= 256 << 20
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"widths": (8, 16, 32)}, "4 ascending widths"),
+        ({"widths": (8, 16, 16, 32)}, "4 ascending widths"),
+        ({"widths": (8, 12, 16, 32)}, "multiples of 8 up to 128"),
+        ({"widths": (32, 64, 96, 136)}, "multiples of 8 up to 128"),
+        ({"stages": 1}, "stages = 1: at least 2"),
+        ({"accumulators": 3}, "accumulators = 3: 1 or 2"),
+    ],
+)
+def test_blackwell_tiles_check_themselves(change: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        replace(tiles_sm100.NARROW_TILES, **change)
+
+
+def test_targets_have_families() -> None:
+    assert family_of("sm_90a") == "sm90"
+    assert {family_of(arch) for arch in ("sm_100a", "sm_100f", "sm_103a")} == {"sm100"}
+    with pytest.raises(ValueError, match="arch = 'sm_120a': one of sm_90a, sm_100a"):
+        family_of("sm_120a")

@@ -1,5 +1,7 @@
 """The region list: disjoint, aligned, complete; the worst case of blocks; the fresh state."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,10 +15,11 @@ from gcmoe.protocol import (
     Word32,
     Word64,
     WorkspaceShape,
+    atom_word,
     fragment_position,
     is_reached,
 )
-from gcmoe.protocol.document import CELL_REGIONS
+from gcmoe.protocol.document import CELL_REGIONS, EXAMPLE
 from gcmoe.protocol.workspace import LINE
 
 
@@ -180,3 +183,41 @@ def vars_of(shape: WorkspaceShape) -> dict[str, int]:
 @pytest.fixture
 def example() -> WorkspaceShape:
     return WorkspaceShape(1024, 512, 4, 16, 2, 8, 16, 32, 32, 16)
+
+
+# ---- one scale per 32 columns --------------------------------------------------------------
+
+
+def atoms_of(shape: WorkspaceShape) -> WorkspaceShape:
+    return replace(shape, scale_columns=32)
+
+
+def test_atoms_keep_all_cells_in_their_place() -> None:
+    """Only data regions depend on the form of activation scales."""
+    shape, other = EXAMPLE, atoms_of(EXAMPLE)
+    for a, b in zip(shape.regions, other.regions, strict=True):
+        assert (a.name, a.is_cell, a.is_remote) == (b.name, b.is_cell, b.is_remote)
+        if a.is_cell:
+            assert a == b
+    assert not shape.has_atoms
+    assert other.has_atoms
+
+
+def test_scale_regions_hold_an_atom_per_slot_and_window() -> None:
+    shape = atoms_of(EXAMPLE)
+    windows, a_windows = shape.hidden // 128, shape.intermediate // 128
+    assert shape.region("ring_scale").num_bytes == shape.num_slots * windows * 512
+    assert shape.region("a_scale").num_bytes == shape.num_slots * a_windows * 512
+    assert shape.row_stride >= shape.hidden + shape.hidden // 32
+    assert shape.row_stride % 128 == 0
+    for region in shape.regions:
+        assert region.offset % 128 == 0
+    places = [atom_word(row) for row in range(128)]
+    assert sorted(places) == list(range(128))
+
+
+def test_forms_of_scales_that_do_not_exist() -> None:
+    with pytest.raises(ValueError, match="scale_columns = 64: 128 or 32"):
+        replace(EXAMPLE, scale_columns=64)
+    with pytest.raises(ValueError, match="slot_rows = 136: at most 128, the rows of a scale atom"):
+        replace(EXAMPLE, slot_rows=136, scale_columns=32)

@@ -1,5 +1,6 @@
 """The operator on a Blackwell device, against the recording driver."""
 
+import ctypes
 import re
 from dataclasses import replace
 
@@ -86,3 +87,27 @@ def test_weights_of_the_other_family_are_refused(make):
         op.bind(replace(packed, w2=shifted))
     with pytest.raises(ValueError, match=r"packed\.w13_scale has dtype torch\.int8"):
         op.bind(replace(packed, w13_scale=packed.w13_scale.view(torch.int8)))
+
+
+def test_late_compute_has_the_maps_too(make, standin, monkeypatch):
+    """Its argument block is a copy: the encoded bytes of every tensor map, at other addresses."""
+    op, marks = make(late_compute=True), iter(range(1, 100))
+    encode = lambda target, *rest: ctypes.memset(target, next(marks), 128)  # noqa: E731
+    monkeypatch.setattr(driver, "encode_tiled", encode)
+    layer = op.bind(blackwell_weights())
+    nodes = [arguments[3] for arguments in standin.arguments("cuGraphAddKernelNode")][-4:]
+    _, compute, late, _ = nodes
+    spec = layer.op._specs[Role.COMPUTE]
+    blocks = [
+        (ctypes.c_void_p * len(spec.parameters)).from_address(int(node.kernelParams))
+        for node in (compute, late)
+    ]
+    found = []
+    for parameter, first, second in zip(spec.parameters, *blocks, strict=True):
+        if parameter.kind == "tensor_map":
+            assert first != second
+            assert first % 64 == second % 64 == 0
+            assert ctypes.string_at(first, 128) == ctypes.string_at(second, 128)
+            found.append(ctypes.string_at(first, 1)[0])
+    # Each was encoded on its own: two of weights, one per token box.
+    assert sorted(found) == list(range(1, 7))
