@@ -252,6 +252,7 @@ class MoE:
                 spin_budget_ns=round(self.config.spin_budget_s * shares[role] * 1e9),
             )
         blocks[Role.COMPUTE].encode_ring_maps(self._workspace.address)
+        blocks[Role.FINALIZE].set(compute_ctas=self.plan.compute_sms + self.plan.late_ctas)
         return blocks
 
     def _arguments(self, call: int, weights: Packed) -> dict[Role, Arguments]:

@@ -20,7 +20,7 @@ from gcmoe.kernels.spec import KernelSpec
 from gcmoe.kernels.trace_words import TRACE_WORDS, ComputeTrace, ItemTrace
 from gcmoe.plan.tiles_sm100 import MMA_COLUMNS
 from gcmoe.protocol import BlockEntry, WorkOrder
-from gcmoe.protocol.edges import ROUTES, TICKET
+from gcmoe.protocol.edges import COMPUTE_DONE, ROUTES, TICKET
 
 U8, U32 = cutlass.Uint8, cutlass.Uint32
 I32, I64 = cutlass.Int32, cutlass.Int64
@@ -348,6 +348,7 @@ class ComputeKernelSm100:
                 ptx.mbarrier_arrive(at["item"] + q * 8)
                 if kind == U32(int(Kind.STOP)):
                     go = I32(0)
+                    sync.publish(COMPUTE_DONE, workspace + offsets["compute_done"], U32(1))
                     ptx.release_dependents()
                 else:
                     ptx.mbarrier_wait(at["next_ticket"], taken_parity)

@@ -17,7 +17,7 @@ from gcmoe.kernels.spec import KernelSpec
 from gcmoe.kernels.tokens_sm90 import TokenFeed
 from gcmoe.kernels.trace_words import TRACE_WORDS, ComputeTrace, ItemTrace
 from gcmoe.protocol import BlockEntry, WorkOrder
-from gcmoe.protocol.edges import ROUTES, TICKET
+from gcmoe.protocol.edges import COMPUTE_DONE, ROUTES, TICKET
 
 U8, U32, U64 = cutlass.Uint8, cutlass.Uint32, cutlass.Uint64
 I32, I64, F32, BF16 = cutlass.Int32, cutlass.Int64, cutlass.Float32, cutlass.BFloat16
@@ -321,6 +321,7 @@ class ComputeKernel:
                 ptx.mbarrier_arrive(at["item"] + q * 8)
                 if kind == U32(int(Kind.STOP)):
                     go = I32(0)
+                    sync.publish(COMPUTE_DONE, workspace + offsets["compute_done"], U32(1))
                     ptx.release_dependents()
                 else:
                     scales = w13_row_scale + I64(expert * self.w1_tiles + tile) * (TILE_ROWS * 4)

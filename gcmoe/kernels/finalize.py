@@ -17,7 +17,7 @@ from gcmoe.kernels.spec import KernelSpec
 from gcmoe.kernels.trace_words import TRACE_WORDS
 from gcmoe.kernels.trace_words import FinalizeTrace as Trace
 from gcmoe.protocol import RoutesHeader, is_reached
-from gcmoe.protocol.edges import ARRIVALS, DONE
+from gcmoe.protocol.edges import ARRIVALS, COMPUTE_DONE, DONE
 from gcmoe.protocol.faults import NO_PEER
 
 U32, U64, I32, I64 = cutlass.Uint32, cutlass.Uint64, cutlass.Int32, cutlass.Int64
@@ -73,8 +73,10 @@ class FinalizeKernel:
     2. Thread 0 waits until that many rows have arrived. Barrier.
     3. Every thread sums its share of (token, 8 columns): FP32, ascending slots, one rounding to
        BF16. After a failed wait, or with abort set, the share is NaN.
-    4. Barrier; thread 0 counts its CTA as done, also a poisoned one. The last CTA of the grid
-       advances the bases, unless abort is set.
+    4. Barrier; thread 0 counts its CTA as done, also a poisoned one. The last CTA of the grid waits
+       until no CTA of compute takes tickets and advances the bases, unless abort is set.
+
+    It may start while compute runs, on the SMs that compute has left.
 
     Timeline::
 
@@ -96,7 +98,7 @@ class FinalizeKernel:
 
     def example_arguments(self) -> tuple[Any, ...]:
         pointers = [I64(0)] * 5
-        scalars = [I32(0), I64(0), I32(0), I32(0)]
+        scalars = [I32(0), I64(0), I32(0), I32(0), I32(0)]
         return (PeerTable(self.spec.shape.num_ranks), *pointers, *scalars, cuda.CUstream(0))
 
     @cute.jit
@@ -112,6 +114,7 @@ class FinalizeKernel:
         spin_budget_ns: I64,
         num_tokens: I32,
         ids_are_int64: I32,
+        compute_ctas: I32,
         stream: cuda.CUstream,
     ):
         self.kernel(
@@ -125,6 +128,7 @@ class FinalizeKernel:
             spin_budget_ns,
             num_tokens,
             ids_are_int64,
+            compute_ctas,
         ).launch(grid=[1, 1, 1], block=[THREADS, 1, 1], stream=stream)
 
     @cute.kernel
@@ -140,6 +144,7 @@ class FinalizeKernel:
         spin_budget_ns: I64,
         num_tokens: I32,
         ids_are_int64: I32,
+        compute_ctas: I32,
     ):
         memory = cutlass.memory.SmemAllocator().allocate_array(
             cutlass.Uint32, len(Word), byte_alignment=16
@@ -158,6 +163,7 @@ class FinalizeKernel:
             "num_ids": U32(num_tokens) * self.spec.shape.top_k,
             "num_chunks": U32(num_tokens) * self.chunks,
             "ids_are_int64": ids_are_int64,
+            "compute_ctas": U32(compute_ctas),
             "smem": memory.toint(),
             "tid": U32(tid),
             "cta": U32(cta),
@@ -345,18 +351,26 @@ class FinalizeKernel:
 
     @cute.jit
     def finish(self, s: dict):
-        """Thread 0, behind the CTA's barrier. The counter wraps to zero with the last CTA, which is
-        the only one that still runs on this rank and advances the replay."""
+        """Thread 0, behind the CTA's barrier. The counter wraps to zero with the last CTA, which
+        advances the replay."""
         offsets, ring = self.spec.shape.offsets, self.spec.shape.ring
         workspace = s["workspace"]
         last = s["ctas"] - U32(1)
-        # Loaded under the atomic: dispatch has ended.
-        routes = ptx.load_u64(workspace + offsets["routes"])
         if sync.atomic(DONE, workspace + offsets["finalize_done"], last) == last:
-            # Finalize may start before the last compute CTA ends: that one still takes a ticket.
-            ptx.await_prerequisites()
-            if sync.read_abort(self.wait_env(s, U32(0))) == U32(0):
-                generation = ptx.shared_load(self.word(s, Word.GENERATION))
+            generation = ptx.shared_load(self.word(s, Word.GENERATION))
+            ok = I32(0)
+            if ptx.shared_load(self.word(s, Word.ARRIVED)) != U32(0):
+                ok = sync.await_reached(
+                    COMPUTE_DONE,
+                    workspace + offsets["compute_done"],
+                    s["compute_ctas"],
+                    U32(0),
+                    U32(NO_PEER),
+                    self.wait_env(s, generation),
+                )
+            if (ok != 0) & (sync.read_abort(self.wait_env(s, U32(0))) == U32(0)):
+                # Every CTA of compute has seen these routes before it was counted.
+                routes = ptx.load_u64(workspace + offsets["routes"])
                 epoch_base = ptx.shared_load(self.word(s, Word.EPOCH_BASE))
                 slot_base = ptx.shared_load(self.word(s, Word.SLOT_BASE))
                 num_blocks = U32(RoutesHeader.NUM_BLOCKS.get(routes))
@@ -368,4 +382,5 @@ class FinalizeKernel:
                     self.arrivals_target(s),
                 )
                 ptx.store_u32(workspace + offsets["work_ticket"], U32(0))
+                ptx.store_u32(workspace + offsets["compute_done"], U32(0))
                 ptx.store_u32(workspace + offsets["in_flight"], U32(0))

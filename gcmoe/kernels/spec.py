@@ -130,6 +130,7 @@ class KernelSpec:
             *tail,
             ("num_tokens", "i32"),
             ("ids_are_int64", "i32"),
+            ("compute_ctas", "i32"),
         )
 
 

@@ -192,8 +192,7 @@ def edge_section() -> list[str]:
     ]
     graph = [
         [f"`{g.name}`", role_name(g.before), role_name(g.after)]
-        + ["the next replay" if g.next_replay else "the same replay"]
-        + ["end" if g.is_programmatic else "start", g.meaning]
+        + ["the next replay" if g.next_replay else "the same replay", g.meaning]
         for g in GRAPH_EDGES
     ]
     return [
@@ -213,10 +212,10 @@ def edge_section() -> list[str]:
         "",
         "### Graph edges",
         "",
-        "Order that the child graph or the stream gives; it also covers plain accesses. An edge to "
-        "the end of a role is programmatic: the role starts early, and its last step waits.",
+        "Order that the stream gives, because a replay ends when all its roles have ended; it also "
+        "covers plain accesses. Within a replay the roles meet in memory only.",
         "",
-        *table(["edge", "before", "after", "of", "to its", "needed for"], graph),
+        *table(["edge", "before", "after", "of", "needed for"], graph),
     ]
 
 

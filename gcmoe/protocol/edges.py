@@ -41,6 +41,7 @@ class Cell(IntEnum):
     IN_FLIGHT = 10
     ABORT = 11
     FAULT = 12
+    COMPUTE_DONE = 13
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,18 +103,13 @@ class Edge:
 
 @dataclass(frozen=True, slots=True)
 class GraphEdge:
-    """An order that the child graph or the stream gives; covers plain accesses.
-
-    With ``is_programmatic`` the later role may start before the earlier one ends. It waits for that
-    end itself, in the one CTA and before the one step that the meaning names.
-    """
+    """An order that the child graph or the stream gives; covers plain accesses."""
 
     name: str
     before: Role
     after: Role
     next_replay: bool
     meaning: str
-    is_programmatic: bool = False
 
 
 HEADER = Edge(
@@ -202,7 +198,18 @@ ARRIVALS = Edge(
     payload=(Payload("combine", "async", "generic"),),
     meaning="rows x 64-column units of W2 output lie in this rank's combine slots",
 )
-EDGES: tuple[Edge, ...] = (HEADER, ROUTES, FULL, EMPTY, W1_DONE, ARRIVALS)
+COMPUTE_DONE = Edge(
+    name="compute_done",
+    cell=Cell.COMPUTE_DONE,
+    writer=Role.COMPUTE,
+    reader=Role.FINALIZE,
+    write=Operation("red", "release", "gpu", "u32", "add"),
+    read=Operation("ld", "acquire", "gpu", "u32"),
+    payload=(),
+    meaning="a CTA of compute takes no more tickets and has read the bases; zeroed by the last CTA "
+    "of finalize, which waits for all of them before it zeroes the ticket and advances the bases",
+)
+EDGES: tuple[Edge, ...] = (HEADER, ROUTES, FULL, EMPTY, W1_DONE, ARRIVALS, COMPUTE_DONE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,21 +270,12 @@ LONE_OPERATIONS = (TICKET, DONE, CLAIM, ABORT_SET, ABORT_POLL, FAULT_CLAIM)
 
 GRAPH_EDGES: tuple[GraphEdge, ...] = (
     GraphEdge(
-        "compute_before_finalize",
-        Role.COMPUTE,
-        Role.FINALIZE,
-        False,
-        "the last CTA of finalize may zero the ticket and advance the bases only when no CTA of "
-        "compute reads them",
-        is_programmatic=True,
-    ),
-    GraphEdge(
-        "dispatch_before_finalize",
+        "dispatch_before_dispatch",
         Role.DISPATCH,
-        Role.FINALIZE,
-        False,
-        "with the next row: no CTA of dispatch(g) runs when dispatch(g + 1) sends headers, else a "
-        "slow one finds its header words overwritten by g + 2",
+        Role.DISPATCH,
+        True,
+        "no CTA of dispatch(g) runs when dispatch(g + 1) sends headers, else a slow one finds its "
+        "header words overwritten by g + 2",
     ),
     GraphEdge(
         "finalize_before_dispatch",

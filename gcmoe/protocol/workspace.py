@@ -156,6 +156,7 @@ class WorkspaceShape:
             ("combine_arrivals", "u32", 1, 4, remote_cell, "cumulative rows x 64-column units"),
             ("work_ticket", "u32", 1, 4, cell, "next work item"),
             ("finalize_done", "u32", 1, 4, cell, "CTAs of finalize, modulo its grid"),
+            ("compute_done", "u32", 1, 4, cell, "CTAs of compute that take no more tickets"),
             ("in_flight", "u32", 1, 4, cell, "generation | 1 of the running replay, 0 between"),
             ("abort", "u32", 1, 4, remote_cell, "sticky"),
             ("fault", "u32", 1, 4, cell, "claimed by the first waiter that expires"),

@@ -32,14 +32,14 @@ def node_parameters(kernel: LoadedKernel, context: Any, grid: int, arguments: Ar
 
 
 class LayerGraph:
-    """dispatch and compute in parallel, finalize after both; ``serial`` adds dispatch -> compute.
+    """dispatch and compute in parallel, finalize behind compute; ``serial`` adds dispatch -> compute.
 
     With ``late``, compute has a second node, in the dispatch partition behind dispatch: its CTAs
     take tickets like all others, so the SMs of dispatch do not idle for the rest of the replay.
 
-    Finalize hangs on compute by programmatic edges: its CTAs take the SMs that compute leaves while
-    the last items still run, wait for arrivals in memory, and only the last one waits for the end
-    of compute, before it advances the generation.
+    Finalize hangs on compute by a programmatic edge, which only keeps it off the SMs that compute
+    needs: it takes those that compute leaves, and waits for both nodes of compute in memory. An
+    edge from the other context into it would cost 2 us.
 
     Dispatch is added first. The template graph is what captures clone; the executable graph serves
     eager calls and takes new arguments without affecting launches already enqueued.
@@ -70,14 +70,14 @@ class LayerGraph:
             )
         self._graph = driver.call("cuGraphCreate", 0)
         dispatch = self._add(Role.DISPATCH, [])
-        compute = [self._add(Role.COMPUTE, [dispatch] if serial else [])]
+        compute = self._add(Role.COMPUTE, [dispatch] if serial else [])
         if late is not None:
             context, grid = partition.dispatch.context, grids[Role.DISPATCH]
             parameters = node_parameters(kernels[Role.COMPUTE], context, grid, late)
-            compute.append(self._add_node("late compute", parameters, [dispatch]))
-        finalize = self._add(Role.FINALIZE, [dispatch])
-        self._add_programmatic_edges(compute, finalize)
-        self._nodes = {Role.DISPATCH: dispatch, Role.FINALIZE: finalize}
+            self._add_node("late compute", parameters, [dispatch])
+        finalize = self._add(Role.FINALIZE, [])
+        self._add_programmatic_edge(compute, finalize)
+        self._nodes = {Role.DISPATCH: dispatch, Role.COMPUTE: compute, Role.FINALIZE: finalize}
         self._executable: Any = None
 
     def _add(self, role: Role, after: list[Any]) -> Any:
@@ -88,16 +88,13 @@ class LayerGraph:
             "cuGraphAddKernelNode", self._graph, after, len(after), parameters, detail=name
         )
 
-    def _add_programmatic_edges(self, before: list[Any], after: Any) -> None:
+    def _add_programmatic_edge(self, before: Any, after: Any) -> None:
         """``after`` may start once every CTA of ``before`` has released its dependents."""
         cu = driver.cu
         edge = cu.CUgraphEdgeData()
         edge.from_port = cu.CU_GRAPH_KERNEL_NODE_PORT_PROGRAMMATIC
         edge.type = cu.CUgraphDependencyType.CU_GRAPH_DEPENDENCY_TYPE_PROGRAMMATIC
-        count = len(before)
-        driver.call(
-            "cuGraphAddDependencies", self._graph, before, [after] * count, [edge] * count, count
-        )
+        driver.call("cuGraphAddDependencies", self._graph, [before], [after], [edge], 1)
 
     def instantiate(self) -> None:
         """Make the executable graph, with the arguments as they are now; at most once."""

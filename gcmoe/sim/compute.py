@@ -37,6 +37,8 @@ def compute(sim: Simulation, launch: Launch, actor: Actor) -> Steps:
     table = []
     for index in range(num_blocks):
         table.append(decode_block(sim.memory.load(actor, (rank, "block_table", index))))
+    actor.cta.num_items = num_items
+    yield from count_done(sim, actor, tickets[-1])
     while tickets[0] < num_items:
         is_w2, block, tile = sim.item(rank, tickets.pop(0), num_blocks)
         sim.check.take_item(rank, is_w2, block, tile)
@@ -47,14 +49,29 @@ def compute(sim: Simulation, launch: Launch, actor: Actor) -> Steps:
         tickets.append(ticket)
 
 
+def count_done(sim: Simulation, actor: Actor, ticket: int) -> Steps:
+    """Says that this CTA takes no more tickets, once it holds one beyond the last item."""
+    cta, edge = actor.cta, sim.variant.edges["compute_done"]
+    if cta.is_counted or cta.num_items is None or ticket < cta.num_items:
+        return
+    cta.is_counted = True
+    yield "compute_done"
+    sim.memory.prepare(actor, edge)
+    publish(sim, actor, edge, actor.rank, 0, adder(Word32(1)))
+
+
 def take_ticket(sim: Simulation, launch: Launch, actor: Actor) -> Steps:
+    if actor.cta.is_counted:
+        return actor.cta.num_items
     yield "work_ticket"
     old = sim.memory.update(
         actor, (actor.rank, "work_ticket", 0), lambda v: v + 1,
         sim.variant.lone["work_ticket"].operation,
     )  # fmt: skip
     # When the first item is the CTA index, tickets number the items after those.
-    return old + (launch.grids[actor.cta.role] if sim.variant.first_item_is_index else 0)
+    ticket = old + (launch.grids[actor.cta.role] if sim.variant.first_item_is_index else 0)
+    yield from count_done(sim, actor, ticket)
+    return ticket
 
 
 def place_of(sim: Simulation, bases: tuple[Any, ...], block: int) -> tuple[int, Word32]:
@@ -293,11 +310,15 @@ def advance(
     target: Word32,
     is_last: bool,
 ) -> Steps:
-    """The bases of the next replay, unless abort is set, once compute has ended."""
+    """The bases of the next replay, unless abort is set, once compute takes no more tickets."""
     rank, memory = actor.rank, sim.memory
-    if "compute_before_finalize" in sim.variant.graph_edges:
-        yield Wait("graph", (rank, "@kernels", 0), lambda _: launch.ended(Role.COMPUTE))
-        memory.begin(actor)
+    ctas = launch.grids[Role.COMPUTE]
+    wait = Wait(
+        "compute_done", (rank, "compute_done", 0), lambda v: v >= ctas,
+        sim.variant.edges["compute_done"], ctas,
+    )  # fmt: skip
+    if not sim.variant.skip_compute_done and not (yield from spin(sim, actor, wait, int(bases[0]))):
+        return
     yield "abort"
     if memory.peek(actor, (rank, "abort", 0)) and not sim.variant.advance_after_abort:
         return
@@ -315,4 +336,5 @@ def advance(
         memory.store(actor, (rank, "bases", index), int(value))
     if not sim.variant.skip_ticket_reset:
         memory.store(actor, (rank, "work_ticket", 0), 0)
+    memory.store(actor, (rank, "compute_done", 0), 0)
     memory.store(actor, (rank, "in_flight", 0), 0)

@@ -74,21 +74,22 @@ def replays(sim: Simulation, rank: int, started: dict[Role, int], limit: int) ->
 
 
 def may_start(sim: Simulation, launches: list[Launch], role: Role, replay: int) -> bool:
-    """The graph edges into ``role``; a node of the next replay also follows itself.
+    """The graph edges into ``role``; a replay also follows compute and finalize of the one before.
 
-    The role behind a programmatic edge waits itself; here it may start before the earlier one does.
+    Finalize may start before dispatch and compute of its replay do: on a GPU its edge behind compute
+    only keeps it off the SMs that compute needs.
     """
     edges = sim.variant.graph_edges
     for edge in GRAPH_EDGES:
-        if edge.after is not role or edge.name not in edges or edge.is_programmatic:
+        if edge.after is not role or edge.name not in edges:
             continue
         before = replay - 1 if edge.next_replay else replay
         if before >= 0 and not (before < len(launches) and launches[before].ended(edge.before)):
             return False
-    # Two chains of nodes, or the one long chain of a slow dispatch that nothing waits for.
-    if replay and (role is not Role.DISPATCH or "dispatch_before_finalize" in edges):
-        return launches[replay - 1].ended(role)
-    return True
+    if not replay:
+        return True
+    last = launches[replay - 1]
+    return last.is_over if role is Role.FINALIZE else last.ended(Role.COMPUTE)
 
 
 def launch_role(sim: Simulation, rank: int, replay: int, role: Role, steps: RoleSteps) -> None:

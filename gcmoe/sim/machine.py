@@ -67,6 +67,7 @@ class Launch:
     after_reset: bool
     generation: int
     left: dict[Role, int] = field(default_factory=dict)
+    is_over: bool = False
     queue: list[int] = field(default_factory=list)
     late: list[Callable[[], None]] = field(default_factory=list)
     """What starts the compute CTAs behind dispatch."""
@@ -299,10 +300,11 @@ class Simulation:
         launch = self.launches[cta.rank][cta.replay]
         launch.left[cta.role] -= 1
         if launch.left[cta.role] == 0:
-            if cta.role is Role.FINALIZE:
-                self._end_replay(launch)
             if cta.role is Role.DISPATCH:
                 self.start_late(launch)
+            if launch.ended(Role.COMPUTE) and launch.ended(Role.FINALIZE) and not launch.is_over:
+                launch.is_over = True
+                self._end_replay(launch)
             self.wake((cta.rank, "@kernels", 0))
 
     # ---- the end of a replay --------------------------------------------------------------

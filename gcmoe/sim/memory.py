@@ -26,12 +26,23 @@ REMOTE_REGIONS = frozenset(region.name for region in _SAMPLE.regions if region.i
 class Cta:
     """What the warps of a CTA share."""
 
-    __slots__ = ("entered_aborted", "index", "poisoned", "rank", "replay", "role")
+    __slots__ = (
+        "entered_aborted",
+        "index",
+        "is_counted",
+        "num_items",
+        "poisoned",
+        "rank",
+        "replay",
+        "role",
+    )
 
     def __init__(self, role: Role, rank: int, replay: int, index: int) -> None:
         self.role, self.rank, self.replay, self.index = role, rank, replay, index
         self.poisoned = False
         self.entered_aborted = False
+        self.num_items: int | None = None
+        self.is_counted = False
 
 
 class Actor:

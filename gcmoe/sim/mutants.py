@@ -115,6 +115,10 @@ EQUIVALENT = {
         "combine_arrivals after the last read of the slot, and a fence before a relaxed add "
         "releases too"
     ),
+    "compute_done/write_release": (
+        "its payload, the routes, was written by dispatch and is visible at gpu scope by the release "
+        "of the edge routes, which every CTA of compute has acquired before it adds"
+    ),
     "finalize_done/order": (
         "the end of the kernel and the graph edges finalize_before_dispatch and "
         "finalize_before_compute cover y, the bases and the ticket"
@@ -213,7 +217,7 @@ def graph_mutants() -> list[Mutant]:
     every = frozenset(edge.name for edge in GRAPH_EDGES)
     needs: dict[str, tuple[tuple[str, Any], ...]] = {
         # A slow dispatch CTA without rows: the rest of the replay ends without it.
-        "dispatch_before_finalize": (("dispatch_ctas", (2, 2)), ("routing", "empty")),
+        "dispatch_before_dispatch": (("dispatch_ctas", (2, 2)), ("routing", "empty")),
     }
     return [
         Mutant(
@@ -292,7 +296,16 @@ _SWITCHES: tuple[tuple[str, str, tuple[tuple[str, Any], ...]], ...] = (
         (*_BUSY, ("dispatch_ctas", (2, 1))),
     ),
     ("sum_counts", "the counts of a source's words are added up", _BUSY),
-    ("reread_generation", "dispatch reads the generation again after the header wait", ()),
+    (
+        "reread_generation",
+        "dispatch reads the generation again after the header wait",
+        (("dispatch_ctas", (2, 2)), ("routing", "empty")),
+    ),
+    (
+        "skip_compute_done",
+        "the last CTA of finalize does not wait for compute before it advances",
+        _BUSY,
+    ),
     (
         "first_item_is_index",
         "the first item is the CTA index, one CTA is resident at a time",
@@ -322,10 +335,6 @@ _EQUIVALENT_SWITCHES = {
         "abort is sticky and every role reads it on entry, so nothing is staged, sent or published "
         "with the new bases, and reset zeroes them; forget_abort is the mutant that shows"
     ),
-    "reread_generation": (
-        "the graph edge dispatch_before_finalize: finalize(g), which alone stores the bases, "
-        "starts only after every CTA of dispatch(g) has ended"
-    ),
 }
 
 
@@ -336,15 +345,6 @@ def hand_mutants() -> list[Mutant]:
         variant = replace(SPECIFIED, **switches)
         reason = _EQUIVALENT_SWITCHES.get(switch, "")
         mutants.append(Mutant(switch, text, variant, fixed, reason))
-    every = frozenset(edge.name for edge in GRAPH_EDGES)
-    mutants.append(
-        Mutant(
-            "reread_generation_without_graph_edge",
-            "the same without the graph edge that hides it",
-            Variant(reread_generation=True, graph_edges=every - {"dispatch_before_finalize"}),
-            (("dispatch_ctas", (2, 2)), ("routing", "empty")),
-        )
-    )
     return mutants
 
 

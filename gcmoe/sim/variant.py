@@ -58,6 +58,7 @@ class Variant:
     add_before_scatter: bool = False
     empty_before_read: bool = False
     skip_full_before_bits: bool = False
+    skip_compute_done: bool = False
 
     def reached(self, value: Any, target: Any) -> bool:
         """``is_reached``, or the compare that forgets the wrap."""

@@ -27,9 +27,11 @@ ROUNDS = 12
 class Setting:
     """A layer with a short budget, some inputs and their results."""
 
-    def __init__(self, pair: Pair, budget_s: float = BUDGET_S, layers: int = 1) -> None:
+    def __init__(
+        self, pair: Pair, budget_s: float = BUDGET_S, layers: int = 1, **options: Any
+    ) -> None:
         self.pair = pair
-        self.op = pair.operator(NAME, budget_s)
+        self.op = pair.operator(NAME, budget_s, **options)
         packed = pair.weights(NAME)[1]
         self.layers = [self.op.bind(packed) for _ in range(layers)]
         self.layer = self.layers[0]
@@ -270,7 +272,8 @@ def tiny_eager_and_graphs(pair: Pair) -> dict[str, Any]:
 
 def peer_killed(pair: Pair) -> dict[str, Any]:
     """Rank 1 dies in the middle of a replay; rank 0 is told, cannot reset, and closes."""
-    s = Setting(pair)
+    # Else compute would do all its items on the SMs that dispatch leaves.
+    s = Setting(pair, late_compute=False)
     squatter = pair.squatter(s.op)
     # torchrun ends the survivors of a failed worker: this one has something left to do.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -506,7 +506,7 @@ def check_bases(problems: Problems, op: Any, b: Blocks, before: tuple[int, int, 
     arrived = int(view(op, "combine_arrivals", torch.int32, 1)[0]) & wrap
     if arrived != wanted[3]:
         problems.add(f"combine arrivals: {arrived}, wanted {wanted[3]}")
-    for name in ("work_ticket", "finalize_done", "in_flight", "abort", "fault"):
+    for name in ("work_ticket", "compute_done", "finalize_done", "in_flight", "abort", "fault"):
         value = int(view(op, name, torch.int32, 1)[0])
         if value:
             problems.add(f"{name}: {value}, wanted 0")

@@ -90,13 +90,12 @@ def test_cells_with_several_writers_change_by_read_modify_write():
     assert stored == {Cell.RECV_HEADER, Cell.ROUTES}
 
 
-def test_graph_edges_order_replays_completely():
-    """Within a replay finalize is last; the next replay starts behind it."""
-    within = {(e.before, e.after) for e in GRAPH_EDGES if not e.next_replay}
-    across = {(e.before, e.after) for e in GRAPH_EDGES if e.next_replay}
+def test_graph_edges_order_replays_not_roles():
+    """Within a replay the roles meet in memory only; the next replay starts behind finalize."""
+    assert all(e.next_replay for e in GRAPH_EDGES)
     roles = {Role.DISPATCH, Role.COMPUTE}
-    assert within == {(role, Role.FINALIZE) for role in roles}
-    assert across == {(Role.FINALIZE, role) for role in roles}
+    across = {(e.before, e.after) for e in GRAPH_EDGES}
+    assert across == {(Role.FINALIZE, role) for role in roles} | {(Role.DISPATCH, Role.DISPATCH)}
 
 
 def test_numbers_of_roles_and_cells_are_unique_and_small():

@@ -40,15 +40,15 @@ def test_late_compute_runs_behind_dispatch_in_its_partition(make, standin):
     op.bind(weights())
     nodes = standin.arguments("cuGraphAddKernelNode")
     dispatch, compute, late, finalize = (node[3] for node in nodes)
-    assert [len(node[1]) for node in nodes] == [0, 0, 1, 1]
+    assert [len(node[1]) for node in nodes] == [0, 0, 1, 0]
     assert int(late.ctx) == int(op._partition.dispatch.context) == int(dispatch.ctx)
     assert int(late.kern) == int(compute.kern) != int(finalize.kern)
     assert (compute.gridDimX, late.gridDimX) == (op.plan.compute_sms, op.plan.dispatch_sms)
     assert late.blockDimX == compute.blockDimX
     assert late.sharedMemBytes == compute.sharedMemBytes
-    (_, before, after, _, count), *_ = standin.arguments("cuGraphAddDependencies")
-    assert (len(before), len({int(node) for node in before}), count) == (2, 2, 2)
-    assert len({int(node) for node in after}) == 1
+    assert len(standin.arguments("cuGraphAddDependencies")) == 1  # finalize waits in memory
+    finalize = op._blocks(BUDGET_SHARE)[Role.FINALIZE]
+    assert finalize.fields["compute_ctas"].value == 132
 
 
 def test_a_copied_block_of_arguments_has_the_same_values(op):

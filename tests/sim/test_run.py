@@ -210,9 +210,9 @@ def test_late_compute_starts_behind_dispatch_and_takes_items() -> None:
         assert min(started[1], started[2]) >= ended
 
 
-def test_finalize_may_start_before_compute_ends_but_ends_after_it() -> None:
+def test_finalize_may_start_and_end_before_compute_ends() -> None:
     config = SimConfig(routing="dense", compute_ctas=(2,), tokens=3)
-    early = 0
+    starts, ends = 0, 0
     for seed in range(40):
         result = simulate(config, seed, SCHEDULES[seed % 5])
         assert result.violations == [], seed
@@ -220,6 +220,7 @@ def test_finalize_may_start_before_compute_ends_but_ends_after_it() -> None:
             events = [e for e in result.timeline if (e.rank, e.replay) == (rank, replay)]
             compute = max(e.step for e in events if e.role is Role.COMPUTE)
             finalize = [e.step for e in events if e.role is Role.FINALIZE]
-            early += min(finalize) < compute
-            assert max(finalize) >= compute
-    assert early > 40
+            starts += min(finalize) < compute
+            ends += max(finalize) < compute
+    assert starts > 40
+    assert ends > 0
