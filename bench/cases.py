@@ -8,21 +8,16 @@ from typing import Any
 
 from gcmoe.config import MoEConfig
 from gcmoe.models import Model, get_model, share
+from gcmoe.plan.layer import USUAL_CAPACITIES, capacity_for
 
 SHARE_OF = 8
 """The expert-parallel width whose one rank is one rank here."""
 MODELS = ("deepseek-v4-flash", "deepseek-v4.1-flash", "glm-5.2", "deepseek-v4-pro")
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-CAPACITIES = (8, 64, 256, 1024, 4096)
 READ_RATE = 4.40e12
 """Bytes a second, HBM reads by 108 to 124 SMs of an H200."""
 BYTES_PER_WEIGHT = 1 / 2 + 1 / 32
 """MXFP4: a code of 4 bits, and a scale byte for 32 of them."""
-
-
-def capacity_of(num_tokens: int) -> int:
-    """The smallest usual capacity that holds the tokens."""
-    return next(c for c in CAPACITIES if c >= num_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +47,7 @@ class Case:
     def config(self, capacity: int | None = None) -> MoEConfig:
         """The layer at a capacity, by default the smallest usual one."""
         model = replace(self.share, num_experts=self.ranks * self.local_experts)
-        return model.config(capacity or capacity_of(self.tokens))
+        return model.config(capacity or capacity_for(self.tokens))
 
     @property
     def expert_bytes(self) -> float:
@@ -98,6 +93,8 @@ VARIANTS: dict[str, Variant] = {
     "dispatch-32": Variant({"dispatch_sms": 32}, why="SMs of the dispatch partition"),
     "serial": Variant({"serial": True}, why="compute starts when dispatch has ended"),
     "one-context": Variant({"one_context": True}, why="both kernels without partitions"),
+    "late-compute": Variant({"late_compute": True}, why="compute takes over the dispatch SMs"),
+    "no-late-compute": Variant({"late_compute": False}, why="the dispatch SMs idle afterwards"),
     "no-prefetch": Variant({"prefetch": False}, why="no weights before the routes are known"),
     "capacity-1x": Variant(capacity=1, why="max_tokens equals the live tokens"),
     "capacity-8x": Variant(capacity=8, why="max_tokens is 8 times the live tokens"),
@@ -152,6 +149,6 @@ def make_cases(models: tuple[str, ...], tokens: tuple[int, ...], ranks: int) -> 
     for name in models:
         get_model(name)
     for count in tokens:
-        if not 1 <= count <= CAPACITIES[-1]:
-            raise ValueError(f"tokens = {count}: from 1 to {CAPACITIES[-1]}")
+        if not 1 <= count <= USUAL_CAPACITIES[-1]:
+            raise ValueError(f"tokens = {count}: from 1 to {USUAL_CAPACITIES[-1]}")
     return [Case(model, count, ranks) for model in models for count in tokens]

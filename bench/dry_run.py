@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from bench.cases import VARIANTS, Case, capacity_of
+from bench.cases import VARIANTS, Case
 from bench.impls import Impl
 from bench.runner import Options
 from gcmoe.plan import make_plan
 from gcmoe.plan.fitted import CONSTANTS
 from gcmoe.plan.gpus import get_gpu
+from gcmoe.plan.layer import capacity_for
 from gcmoe.plan.predict import predict
 
 WEIGHTS_S = 12.0
@@ -68,7 +69,7 @@ def show(
     for case in cases:
         plan = make_plan(case.config(), case.ranks)
         print(
-            f"  {case.model:<22} T = {case.tokens:<4} capacity {capacity_of(case.tokens):<5} "
+            f"  {case.model:<22} T = {case.tokens:<4} capacity {capacity_for(case.tokens):<5} "
             f"experts {case.local_experts} a rank, about {case.expected_touched:.1f} touched, "
             f"floor {case.floor_us(case.expected_touched):.0f} us, "
             f"predicted {predicted_us(case):.0f} us, "

@@ -328,6 +328,25 @@ class MoE:
         self._layers.append(layer)
         return layer
 
+    @property
+    def stream(self) -> torch.cuda.ExternalStream:
+        """A stream of the compute partition, for the rest of the model where the caller can.
+
+        Work on it has ``plan.compute_sms`` SMs. The edges between it and compute and finalize stay
+        inside one context: a layer between two kernels on this stream is 1.2 to 2 us faster than
+        between kernels of the primary context (H200, graph replay). A capture may use it as
+        ``torch.cuda.graph(graph, stream=op.stream)``.
+
+        Raises:
+            OperatorClosed: after ``close()``.
+            UnsupportedDevice: an operator in one context has no partition.
+        """
+        self._require_open()
+        if self._partition.compute.stream is None:
+            raise UnsupportedDevice("op.stream requires two contexts; this operator has one")
+        handle = int(self._partition.compute.stream)
+        return torch.cuda.ExternalStream(handle, device=self.device)
+
     def stats(self) -> Stats:
         """Rows received by each local expert, and ids masked. Waits for the device.
 

@@ -92,7 +92,10 @@ def measured_of(row: dict[str, Any], record: str, created: str) -> Measured | No
     model = replace(model, num_experts=model.num_experts * ranks)
     known = {**row, **row.get("plan", {})}
     config = model.config(known.get("capacity") or capacity_for(num_tokens))
-    plan = make_plan(config, ranks, dispatch_sms=known["dispatch_sms"])
+    # What the ranks compared; records from before compute could return to the SMs of dispatch
+    # do not name it.
+    late = known.get("fingerprint", {}).get("late_compute") == "True"
+    plan = make_plan(config, ranks, dispatch_sms=known["dispatch_sms"], late_compute=late)
     tiles = dict(known["tiles"])
     tiles["widths"] = tuple(tiles["widths"])
     plan = replace(plan, tiles=TilePlan(**tiles))

@@ -17,7 +17,7 @@ NUM_WIDTHS = 4
 HEADER_WORDS = 16
 MAX_RING_BYTES = 256 << 20
 MAX_SHARE_ROWS = 8192
-USUAL_CAPACITIES = (8, 64, 256, 1024, 4096)
+USUAL_CAPACITIES = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 """``max_tokens`` of tools that are told a number of tokens only."""
 
 

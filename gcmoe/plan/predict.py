@@ -6,7 +6,9 @@
                per dispatch SM) + sorting (entries) + half of the first wave's rows (per SM) + wire
     stream     the p-norm of memory time and consumer time
                memory: (bytes of touched experts - bytes guessed during dispatch) / read rate
-               consumer: items / SMs, each of units * (decode + columns * width) + epilogue
+               consumer: items / SMs, each of units * (decode + columns * width) + epilogue; SMs
+               of dispatch count for the part of the stream after dispatch where compute returns
+               to them
     hop        W1 -> W2 through memory, where W1 is too short to hide it
     link       what the rows to the peers need beyond the part of the stream that is W2
     tail       half a W2 item: tickets balance the ends of the CTAs to that
@@ -34,6 +36,8 @@ WIRE_US = 0.95
 EPILOGUES = {8: 0.50, 32: 0.85}
 """Microseconds of a W1 epilogue by width; between and beyond on a line. H200, 2026-11-29."""
 W2_EPILOGUE_US = 0.25
+LATE_START_US = 2.9
+"""An edge inside a context (0.6) and the first weights of a CTA (2.3), H200, 2026-11-29."""
 ROW_SCALE_BYTES = 4
 
 
@@ -177,14 +181,16 @@ def guessed_bytes(plan: LayerPlan, routing: Routing) -> float:
     return right * min(stages, tiling.w1_units) * UNIT_BYTES
 
 
-def consumer_us(plan: LayerPlan, gpu: Gpu, routing: Routing, constants: Constants) -> float:
-    """Time of the consumers of one SM when weights never make them wait.
+def consumer_us(
+    plan: LayerPlan, gpu: Gpu, routing: Routing, constants: Constants, sms: float
+) -> float:
+    """Time of the consumers of one of ``sms`` SMs when weights never make them wait.
 
     Items beyond one per SM spread evenly; fewer still take the time of one.
     """
     if not gpu.decodes:
         return 0.0
-    tiling, sms = Tiling.of(plan), plan.compute_sms
+    tiling = Tiling.of(plan)
     total = 0.0
     for tiles, units, epilogue in (
         (tiling.w1_tiles, tiling.w1_units, w1_epilogue_us),
@@ -206,6 +212,19 @@ def link_us(plan: LayerPlan, gpu: Gpu, routing: Routing, stream_us: float) -> fl
     return max(0.0, remote / gpu.link_rate * 1e6 - stream_us * w2_share)
 
 
+def late_share(plan: LayerPlan, routing: Routing, stream_us: float, c: Constants) -> float:
+    """The part of the stream during which compute runs on the SMs of dispatch too: after all rows
+    are pulled and compute has started there."""
+    pulled = routing.rows / plan.dispatch_sms * c.pull_ns / 1000
+    return max(0.0, 1 - (pulled + LATE_START_US) / stream_us)
+
+
+def p_norm(first: float, second: float, p: float) -> float:
+    """(first^p + second^p)^(1/p), without overflow."""
+    longer, shorter = max(first, second), min(first, second)
+    return float(longer * (1 + (shorter / longer) ** p) ** (1 / p))
+
+
 def predict(plan: LayerPlan, gpu: Gpu, num_tokens: int, constants: Constants) -> Prediction:
     """The prediction for ``num_tokens`` tokens on every rank.
 
@@ -218,9 +237,12 @@ def predict(plan: LayerPlan, gpu: Gpu, num_tokens: int, constants: Constants) ->
     weight_bytes = routing.touched * expert_bytes(plan)
     guessed = guessed_bytes(plan, routing)
     memory = (weight_bytes - guessed) / (gpu.read_rate * c.read_share) * 1e6
-    consumer = consumer_us(plan, gpu, routing, c)
-    longer, shorter = max(memory, consumer), min(memory, consumer)
-    stream = longer * (1 + (shorter / longer) ** c.norm) ** (1 / c.norm)
+    consumer = consumer_us(plan, gpu, routing, c, plan.compute_sms)
+    stream = p_norm(memory, consumer, c.norm)
+    if plan.late_ctas:
+        sms = plan.compute_sms + plan.late_ctas * late_share(plan, routing, stream, c)
+        consumer = consumer_us(plan, gpu, routing, c, sms)
+        stream = p_norm(memory, consumer, c.norm)
     is_short = routing.num_blocks * tiling.w1_tiles < 2 * plan.compute_sms
     unit = unit_us(plan, gpu, c, routing.mean_width) if gpu.decodes else 0.0
     summed = num_tokens * (config.top_k + 1) * config.hidden * 2

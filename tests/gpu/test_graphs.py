@@ -76,6 +76,34 @@ def test_two_layers_in_a_graph(case: str) -> None:
     problems.finish()
 
 
+def test_a_model_on_the_stream_of_the_compute_partition() -> None:
+    """Captured on it, and eager on it, the bits are those of the default stream."""
+    layer, _ = layer_of("flash-64")
+    config = CASES["flash-64"].config
+    batch = make_batch(config, 48, 130)
+    wanted = run(layer, batch)
+    source, y = batch.x.clone(), torch.empty_like(batch.x)
+    stream = layer.op.stream
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        torch.mul(source, 1.0, out=batch.x)
+        layer(batch.x, batch.ids, batch.weights, out=y)
+        after = y.float().mul(2.0)
+    for _ in range(20):
+        batch.x.zero_()
+        y.zero_()
+        graph.replay()
+        layer.op.check(synchronize=True)
+        assert torch.equal(y.view(torch.int16), wanted.view(torch.int16))
+        assert torch.equal(after, 2.0 * wanted.float())
+    with torch.cuda.stream(stream):
+        eager = layer(batch.x, batch.ids, batch.weights)
+    layer.op.check(synchronize=True)
+    assert torch.equal(eager.view(torch.int16), wanted.view(torch.int16))
+    del graph
+
+
 def test_graphs_of_several_sizes_mixed_with_eager_calls() -> None:
     layer, _ = layer_of("top-8")
     config = CASES["top-8"].config

@@ -6,8 +6,18 @@ import statistics
 
 import pytest
 import torch
-from helpers import CASES, capture, layer_of, make_batch, operator_of, replay_times, run
+from helpers import (
+    CASES,
+    capture,
+    fresh_operator,
+    layer_of,
+    make_batch,
+    operator_of,
+    replay_times,
+    run,
+)
 
+from gcmoe.kernels.trace_words import ComputeTrace, DispatchTrace
 from gcmoe.protocol import Role
 
 pytestmark = pytest.mark.gpu
@@ -33,8 +43,9 @@ STAMPS = {
 """In the order in which a CTA passes them."""
 
 
-def sms(records: dict[Role, torch.Tensor], role: Role) -> set[int]:
-    return set(records[role][:, SM].tolist())
+def sms(records: dict[Role, torch.Tensor], role: Role, first: int = 0, count: int = 999) -> set:
+    """SMs of the CTAs ``first`` to ``first + count`` of a role."""
+    return set(records[role][first : first + count, SM].tolist())
 
 
 def test_every_cta_stays_in_its_partition() -> None:
@@ -50,14 +61,35 @@ def test_every_cta_stays_in_its_partition() -> None:
         graph.replay()
         op.check(synchronize=True)
         records = op.trace_records()
-        dispatch, compute = sms(records, Role.DISPATCH), sms(records, Role.COMPUTE)
+        dispatch, split = sms(records, Role.DISPATCH), op.plan.compute_sms
+        compute, late = sms(records, Role.COMPUTE, 0, split), sms(records, Role.COMPUTE, split)
         finalize = sms(records, Role.FINALIZE)
         assert len(dispatch) == op.plan.dispatch_sms == op.report.dispatch_sms, sorted(dispatch)
         assert len(compute) == op.plan.compute_sms == op.report.compute_sms, sorted(compute)
         assert not dispatch & compute, f"both roles on SMs {sorted(dispatch & compute)}"
         assert finalize <= compute, f"finalize on SMs {sorted(finalize - compute)}"
+        assert len(records[Role.COMPUTE]) == split + op.plan.late_ctas == 132
+        assert late == dispatch, f"late compute on SMs {sorted(late)}"
         assert dispatch == sms(eager, Role.DISPATCH), f"replay {n}: other SMs than eager"
-        assert compute == sms(eager, Role.COMPUTE), f"replay {n}: other SMs than eager"
+        assert compute == sms(eager, Role.COMPUTE, 0, split), f"replay {n}: other SMs than eager"
+
+
+def test_late_compute_takes_items_behind_dispatch_and_changes_no_bit() -> None:
+    config = CASES["flash-64-trace"].config
+    batch = make_batch(config, 64, 153)
+    layer, _ = layer_of("flash-64-trace")
+    op = layer.op
+    y = run(layer, batch)
+    records = op.trace_records()
+    late = records[Role.COMPUTE][op.plan.compute_sms :]
+    assert int(late[:, ComputeTrace.ITEMS].sum()) > 0
+    assert int(late[:, ComputeTrace.START].min()) >= int(
+        records[Role.DISPATCH][:, DispatchTrace.END].max()
+    )
+    with fresh_operator("flash-64", late_compute=False) as other:
+        assert other.plan.late_ctas == 0
+        alone = run(other.bind(layer.packed), batch)
+        assert torch.equal(y.view(torch.int16), alone.view(torch.int16))
 
 
 def describe_stamps(records: dict[Role, torch.Tensor]) -> str:

@@ -192,7 +192,20 @@ def test_fewer_items_than_sms_take_the_time_of_one():
     assert routing.num_blocks * tiling.w1_tiles < plan.compute_sms
     unit = unit_us(plan, H200, CONSTANTS, 8)
     one_of_each = (tiling.w1_units + tiling.w2_units) * unit + 0.5 + 0.25
-    assert consumer_us(plan, H200, routing, CONSTANTS) == pytest.approx(one_of_each)
+    found = consumer_us(plan, H200, routing, CONSTANTS, plan.compute_sms)
+    assert found == pytest.approx(one_of_each)
+
+
+def test_compute_on_the_sms_of_dispatch_shortens_the_consumers():
+    """By at most the share of SMs, and not when dispatch lasts as long as the stream."""
+    config = share("deepseek-v4-flash", 8).config(256)
+    alone, both = (make_plan(config, late_compute=late) for late in (False, True))
+    times = [predict(plan, H200, 256, CONSTANTS).consumer_us for plan in (alone, both)]
+    assert times[1] < times[0]
+    assert times[1] > times[0] * both.compute_sms / both.num_sms
+    slow = replace(CONSTANTS, pull_ns=1e6)
+    times = [predict(plan, H200, 256, slow).consumer_us for plan in (alone, both)]
+    assert times[0] == times[1]
 
 
 def test_slower_tensor_cores_cost_their_share_of_each_column():
@@ -278,7 +291,11 @@ def test_rows_are_read_as_recorded():
     assert row is not None
     assert (row.plan.config.num_experts, row.plan.num_ranks) == (64, 2)
     assert (row.plan.dispatch_sms, row.plan.tiles.warpgroups, row.plan.tiles.stages) == (24, 2, 4)
-    assert row.plan.config.max_tokens == 64
+    assert row.plan.config.max_tokens == 16
+    assert row.plan.late_ctas == 0
+    later = fitting.measured_of({**ROW, "fingerprint": {"late_compute": "True"}}, "name.json", "")
+    assert later is not None
+    assert later.plan.late_ctas == 24
 
 
 @pytest.mark.parametrize(

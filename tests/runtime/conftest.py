@@ -98,6 +98,11 @@ class StandIn:
     def answer_cuGreenCtxCreate(self, desc: Any, device: Any, flags: Any) -> tuple[Any, ...]:
         return (real.CUgreenCtx(self.handle()),)
 
+    def answer_cuGreenCtxStreamCreate(
+        self, green: Any, flags: Any, priority: int
+    ) -> tuple[Any, ...]:
+        return (real.CUstream(self.handle()),)
+
     def answer_cuCtxFromGreenCtx(self, green: Any) -> tuple[Any, ...]:
         return (real.CUcontext(int(green) + 0x10000),)
 

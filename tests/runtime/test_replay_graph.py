@@ -3,10 +3,12 @@
 import ctypes
 
 import pytest
+import torch
 from cuda.bindings import driver as real
 from small_layer import CONFIG, weights
 
 from gcmoe import operator as operators
+from gcmoe.errors import OperatorClosed, UnsupportedDevice
 from gcmoe.operator import MoE
 from gcmoe.protocol import Role
 from gcmoe.runtime.agreement import BUDGET_SHARE
@@ -62,3 +64,20 @@ def test_a_copied_block_of_arguments_has_the_same_values(op):
         assert ctypes.string_at(copy.map_addresses[name], 128) == ctypes.string_at(address, 128)
     copy.set(trace=7)
     assert block.fields["trace"].value == 0
+
+
+def test_stream_is_one_of_the_compute_partition(make, monkeypatch):
+    class Stream:
+        def __init__(self, handle, device):
+            self.handle, self.device = handle, device
+
+    monkeypatch.setattr(torch.cuda, "ExternalStream", Stream)
+    op = make()
+    assert op.stream.handle == int(op._partition.compute.stream)
+    assert op.stream.device == op.device
+    one = make(one_context=True)
+    with pytest.raises(UnsupportedDevice, match="one"):
+        _ = one.stream
+    op.close()
+    with pytest.raises(OperatorClosed):
+        _ = op.stream
