@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,7 +49,8 @@ from gcmoe.runtime.partition import get_partition
 
 HIDDEN, INTERMEDIATE, CAPACITY = 512, 256, 20
 ROWS = (8, 13, 20)
-SECONDS = 5.0
+SECONDS, POLL_SECONDS = 5.0, 0.01
+DISPATCH_SMS = 8
 MIN_EQUAL_CODES = 0.98
 MAX_RELATIVE_L2 = 5e-3
 MARKS = {
@@ -280,56 +282,70 @@ def examine(case: Case, n: int, spec: KernelSpec, run: Backend) -> Found:
 # ------------------------------------------------------------------------------------ on the GPU
 
 
-def run_on_gpu(index: int) -> Backend:
+def run_on_gpu(device: torch.device) -> Backend:
     """Runs the kernel in the compute partition of a GPU, as a layer does."""
-    device = torch.device("cuda", index)
 
     def run(spec: KernelSpec, workspace: Tensor, packed: PackedWeightsSm100) -> Tensor:
         with devices.guard(device):
             there = workspace.to(device)
             weights = {name: getattr(packed, name).to(device) for name in WEIGHTS["sm100"]}
-            # Of the host, so that a kernel that hangs can be asked how far it came.
-            partition = get_partition(device, 8)
+            partition = get_partition(device, DISPATCH_SMS)
             grid = partition.report.compute_sms
-            trace = torch.zeros((grid, TRACE_WORDS), dtype=torch.int64).pin_memory()
-            record = HostRecord()
+            # Of the host, so that a kernel that hangs can be asked how far it came.
+            trace, record = HostRecord(8 * grid * TRACE_WORDS), HostRecord()
             arguments = Arguments(spec)
             arguments.set_peers([there.data_ptr()])
             arguments.set(
                 workspace=there.data_ptr(),
                 fault_record=record.device_address,
-                trace=trace.data_ptr(),
+                trace=trace.device_address,
                 rank=0,
                 spin_budget_ns=round(SECONDS / 2 * 1e9),
             )
             arguments.encode_ring_maps(there.data_ptr())
             arguments.set_weights({name: t.data_ptr() for name, t in weights.items()})
-            kernel = load_kernel(spec, get_kernel(spec), index, partition)
+            kernel = load_kernel(spec, get_kernel(spec), device.index or 0, partition)
             graph = driver.call("cuGraphCreate", 0)
             node = node_parameters(kernel, partition.compute.context, grid, arguments)
             driver.call("cuGraphAddKernelNode", graph, [], 0, node)
             executable = driver.call("cuGraphInstantiate", graph, 0)
-            torch.cuda.synchronize(device)
-            stream = torch.cuda.current_stream(device)
-            driver.call("cuGraphLaunch", executable, driver.cu.CUstream(stream.cuda_stream))
-            end = time.monotonic() + SECONDS
-            while not stream.query():
-                if time.monotonic() > end:
-                    raise Hang(reached(trace))
-                time.sleep(0.01)
+            devices.synchronize(device)
+            stream = driver.cu.CUstream(devices.stream_handle(device.index or 0))
+            driver.call("cuGraphLaunch", executable, stream)
+            await_end(stream, trace)
             error = faults.error_of(record.read())
             if error is not None:
                 raise error
             driver.call("cuGraphExecDestroy", executable)
             driver.call("cuGraphDestroy", graph)
+            trace.close()
             record.close()
             return there.cpu()
 
     return run
 
 
+def await_end(stream: Any, trace: HostRecord) -> None:
+    """Wait until a stream is idle.
+
+    Raises:
+        Hang: it is not after :data:`SECONDS`.
+        DriverError: the device failed.
+    """
+    end = time.monotonic() + SECONDS
+    while True:
+        result = driver.cu.cuStreamQuery(stream)
+        if result[0] != driver.cu.CUresult.CUDA_ERROR_NOT_READY:
+            driver.check(result, "cuStreamQuery")
+            return
+        if time.monotonic() > end:
+            words = torch.tensor(trace.read(), dtype=torch.int64).view(-1, TRACE_WORDS, 2)
+            raise Hang(reached(words.any(dim=2)))
+        time.sleep(POLL_SECONDS)
+
+
 def reached(trace: Tensor) -> str:
-    """How far the CTAs of a trace have come."""
+    """How far CTAs have come, by their words [CTAs, TRACE_WORDS]; 0 is not yet."""
     parts = []
     for word, text in MARKS.items():
         count = int((trace[:, word] != 0).sum())
@@ -379,7 +395,7 @@ def main(ns: argparse.Namespace) -> int:
     devices.require_device(device)
     state = "" if arch in devices.RECORDS else f": {devices.NOT_YET_RUN}"
     print(f"{torch.cuda.get_device_name(device)}, kernels for {arch}{state}")
-    status = climb(make_spec(arch), run_on_gpu(device.index))
+    status = climb(make_spec(arch), run_on_gpu(device))
     if status:
         # A kernel that hangs would keep the process from ending by itself.
         sys.stdout.flush()

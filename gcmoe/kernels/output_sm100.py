@@ -135,6 +135,8 @@ class Epilogue:
         feature, lane, block = U32(tid), tid % WARP, U32(tid // WARP)
         for chunk in cutlass.range(n >> U32(3), unroll=1):
             first = U32(chunk) * ACCUMULATOR_COLUMNS
+            # Lanes may have parted in a wait or a branch: the load wants the warp together.
+            cute.arch.sync_warp()
             values = ptx100.load_accumulators(d + first, d + first + self.max_width)
             weights = at["weights"] + q * (self.max_width * 4) + I32(first) * 4
             for pair in cutlass.range_constexpr(ACCUMULATOR_COLUMNS // 2):
@@ -180,6 +182,7 @@ class Epilogue:
         """BF16 rows of 256 columns, a token each."""
         for chunk in cutlass.range(n >> U32(3), unroll=1):
             first = U32(chunk) * ACCUMULATOR_COLUMNS
+            cute.arch.sync_warp()
             values = ptx100.load_accumulators(d + first, d + first + self.max_width)
             rows = at["stage"] + I32(first) * OUTPUT_STRIDE + tid * 2
             for half in cutlass.range_constexpr(2):

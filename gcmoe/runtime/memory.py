@@ -169,19 +169,23 @@ def rendezvous_text(error: Exception, group: RankGroup) -> str:
 
 
 class HostRecord:
-    """The fault record: 64 bytes of host memory that kernels write and the host reads at any time.
+    """The fault record: host memory that kernels write and the host reads at any time.
+
+    Args:
+        num_bytes: a multiple of 8; other records than that of faults have other sizes.
 
     Attributes:
         words: its 32-bit words; word 0 is the kind, 0 for no fault.
         device_address: for kernels.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, num_bytes: int = RECORD_BYTES) -> None:
         cu = driver.cu
+        self._num_bytes = num_bytes
         flags = cu.CU_MEMHOSTALLOC_DEVICEMAP | cu.CU_MEMHOSTALLOC_PORTABLE
-        self._address = int(driver.call("cuMemHostAlloc", RECORD_BYTES, flags))
+        self._address = int(driver.call("cuMemHostAlloc", num_bytes, flags))
         try:
-            self.words = (ctypes.c_uint32 * (RECORD_BYTES // 4)).from_address(self._address)
+            self.words = (ctypes.c_uint32 * (num_bytes // 4)).from_address(self._address)
             self.clear()
             self.device_address = int(driver.call("cuMemHostGetDevicePointer", self._address, 0))
         except Exception:
@@ -189,7 +193,7 @@ class HostRecord:
             raise
 
     def clear(self) -> None:
-        ctypes.memset(self._address, 0, RECORD_BYTES)
+        ctypes.memset(self._address, 0, self._num_bytes)
 
     def read(self) -> tuple[int, ...]:
         return tuple(self.words)
@@ -197,7 +201,7 @@ class HostRecord:
     def close(self) -> None:
         """Free the memory; no kernel may write it any more."""
         if self._address:
-            self.words = (ctypes.c_uint32 * (RECORD_BYTES // 4))()
+            self.words = (ctypes.c_uint32 * (self._num_bytes // 4))()
             driver.call("cuMemFreeHost", self._address)
             self._address = 0
 

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from ptx_operations import Decoder
 
 Array = np.ndarray[Any, Any]
-Action = Callable[[Warp, int], None]
 
 
 def inner(text: str) -> list[str]:

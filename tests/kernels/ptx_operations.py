@@ -173,7 +173,6 @@ COMPARE: dict[str, Callable[[Array, Array], Array]] = {
     "gt": lambda a, b: a > b,
     "ge": lambda a, b: a >= b,
 }
-ULP = np.float32(1.0)
 UNARY: dict[str, Callable[[Array], Array]] = {
     "neg": lambda a: -a,
     "abs": np.abs,
@@ -581,6 +580,3 @@ def decode(program: Program) -> tuple[list[Step], int]:
     decoder = Decoder(program)
     steps = [decode_one(ins, decoder) for ins in program.instructions]
     return steps, len(decoder.names) + 1
-
-
-__all__ = ["BLOCKED", "PARAMETERS", "PARAMETER_SPAN", "decode"]

@@ -153,6 +153,11 @@ def test_no_register_is_used_before_its_load_has_ended(name: str) -> None:
     for first, second in zip(loads[::2], loads[1::2], strict=True):
         assert second == first + 1
         assert lines[second + 1] == "tcgen05.wait::ld.sync.aligned;"
+        # And the warp is brought together before the loads, which want it aligned.
+        before = [line for line in lines[:first] if line.endswith(";")]
+        while re.match(r"(add|or|mad|shl|mov|cvt)\.", before[-1]):
+            before.pop()
+        assert before[-1].startswith("bar.warp.sync"), before[-1]
 
 
 @every

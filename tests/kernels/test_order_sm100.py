@@ -8,15 +8,16 @@ every thread fences again when it has seen the headers, so only the rare schedul
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Iterator
 
 import blackwell_layer as layers
 import pytest
-from ptx_machine import Launch, Machine
+from ptx_machine import Machine
 from ptx_order import OutOfOrder
 
 from gcmoe.config import MoEConfig
 from gcmoe.kernels.build import dsl_version
-from gcmoe.kernels.spec import kernel_spec
+from gcmoe.numerics import quantize_input
 from gcmoe.plan import make_plan
 from gcmoe.protocol import Role
 
@@ -45,7 +46,6 @@ DISPATCH_FENCES = {
     ),
     "the next row": (r"fence\.proxy\.async\.shared::cta; // gcmoe row_buffer read", 0),
 }
-CFG = MoEConfig(hidden=256, intermediate=128, num_experts=3, top_k=2, max_tokens=150)
 
 
 def without(ptx: str, pattern: str, number: int) -> str:
@@ -56,55 +56,64 @@ def without(ptx: str, pattern: str, number: int) -> str:
     return ptx[:start] + ptx[end:]
 
 
-def run_layer(monkeypatch: pytest.MonkeyPatch, role: Role, pattern: str, number: int) -> None:
-    """Dispatch beside compute, one of them without one fence."""
-    plan = make_plan(CFG, 1, 148, family="sm100")
-    wanted = kernel_spec(plan, role, "sm_103a")
+@pytest.fixture
+def compile_without(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+    """Compiles the kernel of one role without one of its lines from now on."""
     plain = layers.compile_kernel
 
-    def compile_kernel(kernel: object, arch: str) -> tuple[str, bytes]:
-        ptx, cubin = plain(kernel, arch)
-        return (without(ptx, pattern, number), cubin) if wanted.symbol in ptx else (ptx, cubin)
+    def change(role: Role, pattern: str, number: int) -> None:
+        entry = f".entry gcmoe_{role.name.lower()}_0("
 
-    monkeypatch.setattr(layers, "compile_kernel", compile_kernel)
-    machine = Machine(3, ordered=True)
-    rank = layers.Rank(machine, plan, 0, layers.random_experts(CFG, 1), "sm_103a")
-    batch = layers.random_batch(CFG, CFG.max_tokens, 2)
-    x, ids, weights = (
-        machine.memory.map(layers.flat(t)) for t in (batch.x, batch.ids, batch.weights)
-    )
+        def compile_kernel(kernel: object, arch: str) -> tuple[str, bytes]:
+            ptx, cubin = plain(kernel, arch)
+            return (without(ptx, pattern, number) if entry in ptx else ptx), cubin
+
+        monkeypatch.setattr(layers, "compile_kernel", compile_kernel)
+        layers.compiled.cache_clear()
+
+    yield change
+    layers.compiled.cache_clear()
+
+
+def make_rank(max_tokens: int) -> tuple[layers.Rank, layers.Batch]:
+    cfg = MoEConfig(hidden=256, intermediate=128, num_experts=3, top_k=2, max_tokens=max_tokens)
+    plan = make_plan(cfg, 1, 148, family="sm100")
+    experts = layers.random_experts(cfg, 1)
+    rank = layers.Rank(Machine(3, ordered=True), plan, 0, experts, "sm_103a")
+    return rank, layers.random_batch(cfg, max_tokens, 2)
+
+
+def run_compute() -> None:
+    rank, batch = make_rank(20)
+    codes, exponents = quantize_input(batch.x, "sm100")
+    layers.fill_ring(rank, batch, codes, exponents)
+    rank.machine.run(rank.launch(Role.COMPUTE, 2))
+
+
+def run_layer(max_tokens: int = 150) -> None:
+    """Dispatch beside compute; with 150 tokens some warps of dispatch pull two rows."""
+    rank, batch = make_rank(max_tokens)
+    memory, grid = rank.machine.memory, rank.plan.dispatch_sms
+    x, ids, weights = (memory.map(layers.flat(t)) for t in (batch.x, batch.ids, batch.weights))
     call = {"num_tokens": len(batch.x), "ids_are_int64": 0, "topk_ids": ids, "call": 0}
-    launches: list[Launch] = [
-        rank.launch(Role.DISPATCH, plan.dispatch_sms, x=x, topk_weights=weights, **call),
-        rank.launch(Role.COMPUTE, 2),
-    ]
-    machine.run(*launches)
-
-
-@pytest.fixture
-def fresh_kernels() -> object:
-    layers.compiled.cache_clear()
-    yield
-    layers.compiled.cache_clear()
+    dispatch = rank.launch(Role.DISPATCH, grid, x=x, topk_weights=weights, **call)
+    rank.machine.run(dispatch, rank.launch(Role.COMPUTE, 2))
 
 
 @pytest.mark.parametrize("name", COMPUTE_FENCES)
-def test_a_fence_of_compute(
-    name: str, monkeypatch: pytest.MonkeyPatch, fresh_kernels: object
-) -> None:
+def test_a_fence_of_compute(name: str, compile_without: Callable[..., None]) -> None:
+    compile_without(Role.COMPUTE, *COMPUTE_FENCES[name])
     with pytest.raises(OutOfOrder):
-        run_layer(monkeypatch, Role.COMPUTE, *COMPUTE_FENCES[name])
+        run_compute()
 
 
 @pytest.mark.parametrize("name", DISPATCH_FENCES)
-def test_a_fence_of_dispatch(
-    name: str, monkeypatch: pytest.MonkeyPatch, fresh_kernels: object
-) -> None:
+def test_a_fence_of_dispatch(name: str, compile_without: Callable[..., None]) -> None:
+    compile_without(Role.DISPATCH, *DISPATCH_FENCES[name])
     with pytest.raises(OutOfOrder):
-        run_layer(monkeypatch, Role.DISPATCH, *DISPATCH_FENCES[name])
+        run_layer()
 
 
-def test_with_all_fences_nothing_is_out_of_order(
-    monkeypatch: pytest.MonkeyPatch, fresh_kernels: object
-) -> None:
-    run_layer(monkeypatch, Role.FINALIZE, "", 0)
+def test_with_all_fences_nothing_is_out_of_order() -> None:
+    run_compute()
+    run_layer()

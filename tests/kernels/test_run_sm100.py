@@ -247,6 +247,27 @@ def test_a_block_that_never_comes_is_a_fault_and_ends_all_ctas() -> None:
     assert rank.view("token_ring_empty", "u4")[1] == 0
 
 
+def test_a_first_projection_that_never_ends_poisons_the_second() -> None:
+    """The tickets begin behind the W1 items, so no CTA makes the bits that W2 items wait for."""
+    cfg = config(12, i=128)
+    c = prepare(cfg, layers.random_batch(cfg, 12, 4))
+    w1_items = c.blocks * (c.rank.shape.intermediate // 128)
+    c.rank.view("work_ticket", "u4")[0] = w1_items
+    before = c.rank.bytes.copy()
+    c.launch = c.rank.launch(Role.COMPUTE, 3, spin_budget_ns=20_000)
+    c.rank.machine.run(c.launch)
+    record = FaultRecord.decode(tuple(c.rank.fault.view("<u4").tolist()))
+    assert record is not None
+    assert (record.kind, record.cell) == (FaultKind.TIMEOUT, Cell.W1_BITMAP)
+    assert c.rank.view("abort", "u4").tolist() == [1]
+    # Nothing but the ticket, the claim of the record and the abort word has changed.
+    for name in ("work_ticket", "fault", "abort"):
+        region = c.rank.shape.region(name)
+        part = slice(region.offset, region.offset + region.num_bytes)
+        c.rank.bytes[part] = before[part]
+    assert np.array_equal(c.rank.bytes, before)
+
+
 # -------------------------------------------------------------------------------- whole layers
 
 
