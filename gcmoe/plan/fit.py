@@ -38,6 +38,7 @@ OUTPUT = Path(__file__).with_name("fitted.py")
 # read        a read kernel with 108 to 124 SMs
 # hop         epilogue, store, flag, poll and first load
 # finalize    kernel end to y, own kernel, without the wire
+# wire        a released word of one GPU acquired by another, one way
 PRIORS: dict[str, tuple[float, float]] = {
     "edges_us": (4.7, 0.15),
     "dispatch_us": (7.3, 0.15),
@@ -50,6 +51,7 @@ PRIORS: dict[str, tuple[float, float]] = {
     "norm": (6.0, 0.5),
     "hop_us": (1.2, 0.5),
     "finalize_us": (3.7, 0.15),
+    "wire_us": (1.2, 0.5),
 }
 BY_WARPGROUPS = ("unit_ns", "column_ns")
 ROW_ERROR, LEAST_ROW_ERROR_US, PHASE_ERROR_US = 0.02, 1.0, 1.0
@@ -262,20 +264,24 @@ def fitted_text(constants: Constants, records: Sequence[str]) -> str:
 
 
 def newest(rows: Sequence[Measured], model: str) -> list[Measured]:
-    """Rows of the newest record of ``model`` with at least :data:`LEAST_ROWS` rows of it; none if
-    there is no such record."""
-    by_record: dict[tuple[str, str], list[Measured]] = {}
+    """For each number of ranks, the rows of ``model`` in the newest record with at least
+    :data:`LEAST_ROWS` of them; none if there is no such record."""
+    by_record: dict[int, dict[tuple[str, str], list[Measured]]] = {}
     for row in rows:
         if row.model == model:
-            by_record.setdefault((row.created, row.record), []).append(row)
-    full = {key: found for key, found in by_record.items() if len(found) >= LEAST_ROWS}
-    return full[max(full)] if full else []
+            records = by_record.setdefault(row.plan.num_ranks, {})
+            records.setdefault((row.created, row.record), []).append(row)
+    found = []
+    for _, records in sorted(by_record.items()):
+        full = {key: its for key, its in records.items() if len(its) >= LEAST_ROWS}
+        found += full[max(full)] if full else []
+    return found
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Fit, print, and write on demand."""
     parser = argparse.ArgumentParser(description="Derive the constants of the model.")
-    parser.add_argument("records", nargs="*", type=Path, help="default: the newest one")
+    parser.add_argument("records", nargs="*", type=Path, help="default: the newest ones")
     parser.add_argument("--write", action="store_true", help=f"rewrite {OUTPUT.name}")
     ns = parser.parse_args(arguments)
     paths: list[Path] = ns.records
@@ -288,7 +294,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     constants = rounded(fit(rows, gpu))
     for row in rows:
         found = predict(row.plan, gpu, row.num_tokens, constants).total_us
-        print(f"T = {row.num_tokens:<4} {found:8.1f} us, measured {row.median_us:8.1f}")
+        where = f"R = {row.plan.num_ranks}, T = {row.num_tokens:<4}"
+        print(f"{where} {found:8.1f} us, measured {row.median_us:8.1f}")
     text = fitted_text(constants, sorted({row.record for row in rows}))
     if ns.write:
         OUTPUT.write_text(text, encoding="utf-8")

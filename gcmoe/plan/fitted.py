@@ -19,4 +19,5 @@ CONSTANTS = Constants(
     norm=8.5538,
     hop_us=2.319,
     finalize_us=4.084,
+    wire_us=1.2,
 )

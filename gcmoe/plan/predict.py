@@ -31,8 +31,6 @@ UNIT_COLUMNS = 256
 """K columns of a unit of weights; it has 256 rows."""
 UNIT_BYTES = 34_816
 """A unit: 256 x 256 MXFP4 codes with their scales (gcmoe.numerics.packing_sm90)."""
-WIRE_US = 0.95
-"""A store becomes visible at a peer over NVLink, H200, two GPUs, 2026-11-29."""
 EPILOGUES = {8: 0.50, 32: 0.85}
 """Microseconds of a W1 epilogue by width; between and beyond on a line. H200, 2026-11-29."""
 W2_EPILOGUE_US = 0.25
@@ -57,6 +55,8 @@ class Constants:
         norm: p of the p-norm of memory and consumer time; large is "the longer one counts".
         hop_us: W1 -> W2 through memory.
         finalize_us: from the last CTA's end to y, without tokens.
+        wire_us: what a peer adds to dispatch, and again to finalize: a flag over the link, and
+            waiting for the slowest rank.
     """
 
     edges_us: float
@@ -70,6 +70,7 @@ class Constants:
     norm: float
     hop_us: float
     finalize_us: float
+    wire_us: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +162,7 @@ def dispatch_us(plan: LayerPlan, routing: Routing, num_tokens: int, c: Constants
     config, sms = plan.config, plan.dispatch_sms
     first_blocks = min(routing.num_blocks, plan.compute_sms / (config.intermediate // W1_COLUMNS))
     first_rows = routing.rows * first_blocks / routing.num_blocks
-    wire = WIRE_US if plan.num_ranks > 1 else 0.0
+    wire = c.wire_us if plan.num_ranks > 1 else 0.0
     staged = num_tokens * config.hidden / sms * c.stage_ns
     pulled = first_rows / 2 / sms * c.pull_ns
     return c.dispatch_us + wire + (staged + routing.rows * c.sort_ns + pulled) / 1000
@@ -246,7 +247,7 @@ def predict(plan: LayerPlan, gpu: Gpu, num_tokens: int, constants: Constants) ->
     is_short = routing.num_blocks * tiling.w1_tiles < 2 * plan.compute_sms
     unit = unit_us(plan, gpu, c, routing.mean_width) if gpu.decodes else 0.0
     summed = num_tokens * (config.top_k + 1) * config.hidden * 2
-    wire = WIRE_US if plan.num_ranks > 1 else 0.0
+    wire = c.wire_us if plan.num_ranks > 1 else 0.0
     floor_bytes = routing.touched * 3 * config.hidden * config.intermediate * (1 / 2 + 1 / 32)
     return Prediction(
         routing=routing,

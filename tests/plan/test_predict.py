@@ -61,7 +61,7 @@ def test_prediction_is_within_ten_percent_of_what_was_measured(row):
     assert abs(time / row.median_us - 1) <= MAX_ERROR, (time, row.median_us)
 
 
-def test_constants_come_from_the_newest_record_of_one_model():
+def test_constants_come_from_the_newest_records_of_one_model():
     """``make fit`` derives them again."""
     rows = fitting.newest(ALL_ROWS, fitting.FITTED_MODEL)
     assert tuple(sorted({row.record for row in rows})) == RECORDS, "run make fit"
@@ -230,6 +230,13 @@ def test_rows_to_peers_are_hidden_behind_w2_unless_the_link_is_slow():
     )
 
 
+def test_a_peer_adds_its_wire_to_dispatch_and_to_finalize():
+    one, two = (predict(share_plan("glm-5.2", 8, ranks), H200, 8, CONSTANTS) for ranks in (1, 2))
+    for part in ("dispatch_us", "finalize_us"):
+        added = getattr(two, part) - getattr(one, part)
+        assert added == pytest.approx(CONSTANTS.wire_us, abs=0.01), part
+
+
 def test_every_gpu_and_constant_has_a_source():
     for gpu in GPUS.values():
         assert "data sheet" in gpu.sources
@@ -319,6 +326,11 @@ def test_the_newest_full_record_counts(tmp_path: Path):
     rows = fitting.read_records(tmp_path)
     assert len(rows) == 16
     assert {row.record for row in fitting.newest(rows, "glm-5.2")} == {"a.json"}
+    alone = [{**ROW, "tokens_per_rank": n + 1, "ranks": 1} for n in range(6)]
+    record = {"gpu": "NVIDIA H200", "created": "2026-10-01T00:00:00Z", "rows": alone}
+    (tmp_path / "e.json").write_text(json.dumps(record))
+    rows = fitting.read_records(tmp_path)
+    assert {row.record for row in fitting.newest(rows, "glm-5.2")} == {"a.json", "e.json"}
     assert fitting.newest(rows, "deepseek-v4-pro") == []
 
 
