@@ -21,8 +21,8 @@ INVARIANTS: tuple[Invariant, ...] = (
     Invariant(
         "one_generation",
         "All roles of a replay on a rank work with one generation, read from device memory.",
-        "only the last CTA of finalize changes it, after compute_done of every CTA of compute; such "
-        "a CTA has read the bases and has seen the routes, which follow the header words of every "
+        "only the last CTA of finalize changes it, after compute_done of every CTA of compute; "
+        "such a CTA has read the bases and seen the routes, which follow the header words of every "
         "CTA of dispatch, which follow its read of the bases; the next replay starts behind this",
     ),
     Invariant(
@@ -103,8 +103,8 @@ INVARIANTS: tuple[Invariant, ...] = (
     ),
     Invariant(
         "cumulative",
-        "No cell but the ticket, the done counters and the claims is reset, and wrapping at 2^32 is "
-        "harmless.",
+        "No cell but the ticket, the done counters and the claims is reset, and wrapping at 2^32 "
+        "is harmless.",
         "counters have one increment per use whatever the batch, targets are computed modulo 2^32 "
         "from the same bases, and two sides of a comparison are less than 2^31 apart",
     ),

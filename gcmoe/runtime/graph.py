@@ -32,7 +32,7 @@ def node_parameters(kernel: LoadedKernel, context: Any, grid: int, arguments: Ar
 
 
 class LayerGraph:
-    """dispatch and compute in parallel, finalize behind compute; ``serial`` adds dispatch -> compute.
+    """dispatch and compute in parallel, finalize behind compute; ``serial`` adds an edge between.
 
     With ``late``, compute has a second node, in the dispatch partition behind dispatch: its CTAs
     take tickets like all others, so the SMs of dispatch do not idle for the rest of the replay.

@@ -76,8 +76,8 @@ def replays(sim: Simulation, rank: int, started: dict[Role, int], limit: int) ->
 def may_start(sim: Simulation, launches: list[Launch], role: Role, replay: int) -> bool:
     """The graph edges into ``role``; a replay also follows compute and finalize of the one before.
 
-    Finalize may start before dispatch and compute of its replay do: on a GPU its edge behind compute
-    only keeps it off the SMs that compute needs.
+    Finalize may start before dispatch and compute of its replay do: on a GPU its edge behind
+    compute only keeps it off the SMs that compute needs.
     """
     edges = sim.variant.graph_edges
     for edge in GRAPH_EDGES:

@@ -116,8 +116,8 @@ EQUIVALENT = {
         "releases too"
     ),
     "compute_done/write_release": (
-        "its payload, the routes, was written by dispatch and is visible at gpu scope by the release "
-        "of the edge routes, which every CTA of compute has acquired before it adds"
+        "what finalize reads behind it, the routes, dispatch has made visible at gpu scope by the "
+        "release of the edge routes, which every CTA of compute has acquired before it adds"
     ),
     "finalize_done/order": (
         "the end of the kernel and the graph edges finalize_before_dispatch and "
