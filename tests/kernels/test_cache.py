@@ -314,7 +314,7 @@ def test_ptx_under_another_name_is_refused():
         (0, ".param .align 8 .b8 p[16]", "peers"),
         (2, ".param .u32 p", "topk_ids"),
         (len(SPEC.parameters), ".param .align 1 .b8 p[1]", "none"),
-        (len(SPEC.parameters) - 1, None, "ids_are_int64"),
+        (len(SPEC.parameters) - 1, None, "compute_ctas"),
     ],
 )
 def test_ptx_with_other_parameters_names_the_first(index, line, named):

@@ -16,7 +16,7 @@ from gcmoe.kernels.build import dsl_version, kernel_class, parameter_size, ptx_e
 from gcmoe.kernels.spec import KernelSpec, kernel_spec
 from gcmoe.plan import make_plan
 from gcmoe.protocol import Role
-from gcmoe.protocol.edges import ARRIVALS, EMPTY, FULL, ROUTES, TICKET, W1_DONE
+from gcmoe.protocol.edges import ARRIVALS, COMPUTE_DONE, EMPTY, FULL, ROUTES, TICKET, W1_DONE
 
 ARCH = "sm_90a"
 SHARED_BYTES = 232_448
@@ -195,6 +195,7 @@ OPERATIONS: dict[str, set[str]] = {
     "w1_bitmap read": {W1_DONE.read.ptx, f"fence.proxy.{W1_DONE.read_proxy_fence}"},
     "combine_arrivals write": {ARRIVALS.write.ptx, f"fence.{ARRIVALS.write_fence}", COMPLETION},
     "token_ring_empty write": {EMPTY.write.ptx},
+    "compute_done write": {COMPUTE_DONE.write.ptx},
     "work_ticket": {TICKET.operation.ptx},
     # A weight stage read by ordinary loads is refilled by the async proxy.
     "stage read": {"fence.proxy.async.shared::cta"},

@@ -22,8 +22,15 @@ from gcmoe.config import MoEConfig
 from gcmoe.kernels.finalize import SLOTS_IN_FLIGHT, FinalizeKernel
 from gcmoe.kernels.spec import KernelSpec, kernel_spec
 from gcmoe.plan import make_plan
-from gcmoe.protocol import Role
-from gcmoe.protocol.edges import ABORT_POLL, ABORT_SET, ARRIVALS, DONE, FAULT_CLAIM
+from gcmoe.protocol import Edge, Role
+from gcmoe.protocol.edges import (
+    ABORT_POLL,
+    ABORT_SET,
+    ARRIVALS,
+    COMPUTE_DONE,
+    DONE,
+    FAULT_CLAIM,
+)
 
 pytestmark = pytest.mark.compile
 
@@ -76,10 +83,11 @@ def test_workspace_data_never_goes_through_the_read_only_cache(ptx: str) -> None
     assert not re.search(r"ld\.global\S*\.nc", ptx)
 
 
-def test_arrivals_are_acquired(ptx: str) -> None:
-    lines = marked_lines(ptx, f"{ARRIVALS.name} read")
+@pytest.mark.parametrize("edge", [ARRIVALS, COMPUTE_DONE], ids=lambda edge: edge.name)
+def test_what_finalize_waits_for_is_acquired(ptx: str, edge: Edge) -> None:
+    lines = marked_lines(ptx, f"{edge.name} read")
     assert lines
-    assert all(line.startswith(ARRIVALS.read.ptx) for line in lines)
+    assert all(line.startswith(edge.read.ptx) for line in lines)
 
 
 @pytest.mark.parametrize("lone", [DONE, ABORT_SET, ABORT_POLL, FAULT_CLAIM])

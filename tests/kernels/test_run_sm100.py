@@ -216,8 +216,9 @@ def test_an_aborted_rank_publishes_nothing_and_ends() -> None:
     c.rank.view("abort", "u4")[0] = 1
     before = c.rank.bytes.copy()
     c.rank.machine.run(c.launch)
-    # Every CTA takes its first ticket before it looks.
-    c.rank.view("work_ticket", "u4")[0] -= c.launch.grid
+    # Every CTA takes its first ticket before it looks, and says that it takes no other.
+    for name in ("work_ticket", "compute_done"):
+        c.rank.view(name, "u4")[0] -= c.launch.grid
     assert np.array_equal(c.rank.bytes, before)
     assert not c.rank.fault.any()
 
@@ -260,8 +261,9 @@ def test_a_first_projection_that_never_ends_poisons_the_second() -> None:
     assert record is not None
     assert (record.kind, record.cell) == (FaultKind.TIMEOUT, Cell.W1_BITMAP)
     assert c.rank.view("abort", "u4").tolist() == [1]
-    # Nothing but the ticket, the claim of the record and the abort word has changed.
-    for name in ("work_ticket", "fault", "abort"):
+    # Nothing but the ticket, the count of CTAs that take none any more, the claim of the record and
+    # the abort word has changed.
+    for name in ("work_ticket", "compute_done", "fault", "abort"):
         region = c.rank.shape.region(name)
         part = slice(region.offset, region.offset + region.num_bytes)
         c.rank.bytes[part] = before[part]
@@ -285,8 +287,8 @@ class Layer:
             rank.peers = [other.workspace for other in self.ranks]
 
     def replay(self, batches: list[layers.Batch]) -> list[Tensor]:
-        """y of every rank. As in the layer's graph, late compute starts behind dispatch, and
-        finalize too, which waits for the end of compute itself."""
+        """y of every rank. As in the layer's graph, late compute starts behind dispatch; finalize
+        waits in memory."""
         launches, results = [], []
         for rank, batch in zip(self.ranks, batches, strict=True):
             tensors = batch.x, batch.ids, batch.weights
@@ -300,9 +302,10 @@ class Layer:
             )
             compute = rank.launch(Role.COMPUTE, 2)
             late = rank.launch(Role.COMPUTE, 2)
-            finalize = rank.launch(Role.FINALIZE, finalize_grid(self.cfg, 3), y=out, **call)
-            late.after = finalize.after = [dispatch]
-            finalize.prerequisites = [compute, late]
+            finalize = rank.launch(
+                Role.FINALIZE, finalize_grid(self.cfg, 3), y=out, compute_ctas=4, **call
+            )
+            late.after = [dispatch]
             launches += [dispatch, compute, late, finalize]
         self.machine.run(*launches)
         return results
@@ -315,6 +318,7 @@ class Layer:
             assert worst.cosine >= 0.9999
             assert rank.view("bases", "u4")[0] == replay + 2
             assert rank.view("work_ticket", "u4")[0] == 0
+            assert rank.view("compute_done", "u4")[0] == 0
             assert rank.view("in_flight", "u4")[0] == 0
 
 
