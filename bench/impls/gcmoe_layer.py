@@ -144,6 +144,10 @@ def compile_kernels(
     for case in cases:
         for name in variants:
             chosen: Variant = VARIANTS[name]
+            why = GcMoE().unfit(case, name)
+            if why:
+                say(f"{case.model} T = {case.tokens} {name}: {why}")
+                continue
             of_kernel = {k: v for k, v in chosen.options.items() if k in KERNEL_OPTIONS}
             plan = plan_of(case, chosen)
             for traced in (False, True) if trace else (False,):
