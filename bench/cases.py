@@ -73,11 +73,13 @@ class Variant:
     Args:
         options: keyword arguments of ``gcmoe.MoE``.
         capacity: ``max_tokens`` as a multiple of the live tokens; None is the usual capacity.
+        on_op_stream: the rest of the model, here the foreign kernels, runs on ``op.stream``.
         why: what the comparison with the default says.
     """
 
     options: Mapping[str, Any] = field(default_factory=dict)
     capacity: int | None = None
+    on_op_stream: bool = False
     why: str = ""
 
     def config(self, case: Case) -> MoEConfig:
@@ -93,6 +95,7 @@ VARIANTS: dict[str, Variant] = {
     "dispatch-32": Variant({"dispatch_sms": 32}, why="SMs of the dispatch partition"),
     "serial": Variant({"serial": True}, why="compute starts when dispatch has ended"),
     "one-context": Variant({"one_context": True}, why="both kernels without partitions"),
+    "op-stream": Variant(on_op_stream=True, why="the model runs in the compute partition"),
     "late-compute": Variant({"late_compute": True}, why="compute takes over the dispatch SMs"),
     "no-late-compute": Variant({"late_compute": False}, why="the dispatch SMs idle afterwards"),
     "no-prefetch": Variant({"prefetch": False}, why="no weights before the routes are known"),
@@ -117,7 +120,7 @@ def custom_variant(words: Sequence[str]) -> Variant:
         if not equals or not text.lstrip("-").isdigit():
             raise ValueError(f"{word!r}: must be NAME=INTEGER")
         options[name] = int(text)
-    return Variant(options, options.pop("capacity", None), why=" ".join(words))
+    return Variant(options, capacity=options.pop("capacity", None), why=" ".join(words))
 
 
 @dataclass(frozen=True, slots=True)

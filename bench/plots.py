@@ -116,6 +116,11 @@ def ratios(one: Selection, impl: str, variant: str, tokens: list[int]) -> list[f
     return [rows[t]["median_us"] / one.own[t]["median_us"] if t in rows else None for t in tokens]
 
 
+def percent(ratio: float | None) -> float | None:
+    """A ratio as what it lies above 1, in percent."""
+    return None if ratio is None else 100 * (ratio - 1)
+
+
 def draw_speedup(one: Selection, path: Path) -> Path:
     """How many times our time each peer takes."""
     figure, axes = make_axes(6.4, 3.2)
@@ -130,22 +135,24 @@ def draw_speedup(one: Selection, path: Path) -> Path:
     axes.set_xlabel("tokens per rank")
     axes.set_ylabel("time over GC-MoE's")
     axes.set_title(title_of(one))
-    axes.legend(frameon=False, ncols=2)
+    figure.legend(frameon=False, ncols=2, loc="outside lower center")
     return save(figure, path)
 
 
 def draw_ablation(one: Selection, path: Path) -> Path:
-    """Time of each variant over the default's."""
+    """What each variant takes more or less than the default."""
     figure, axes = make_axes(8.0, 3.4)
     tokens = [t for t in one.tokens if t in ABLATION_TOKENS] or one.tokens
     variants = [v for i, v in one.series if i == OWN and v != DEFAULT]
-    by_tokens = {f"{t} tokens": [ratios(one, OWN, v, [t])[0] for v in variants] for t in tokens}
+    by_tokens = {
+        f"{t} tokens": [percent(ratios(one, OWN, v, [t])[0]) for v in variants] for t in tokens
+    }
     grouped_bars(axes, variants, by_tokens)
-    axes.axhline(1.0, color=COLOURS[0], linewidth=1)
+    axes.axhline(0.0, color=COLOURS[0], linewidth=1)
     axes.tick_params(axis="x", rotation=30)
-    axes.set_ylabel("time over the default's")
+    axes.set_ylabel("time, % over the default's")
     axes.set_title(title_of(one))
-    axes.legend(frameon=False, ncols=len(tokens))
+    figure.legend(frameon=False, ncols=len(tokens), loc="outside lower center")
     return save(figure, path)
 
 

@@ -37,6 +37,8 @@ class Session:
     """One implementation and variant, ready to run the layers of one case."""
 
     rule: Rule
+    stream: torch.cuda.Stream | None = None
+    """What its graphs are captured on, foreign kernels included; None is any stream."""
 
     def layer(self, n: int) -> None:
         """Enqueue layer n on the current stream: read ``inputs[n].x``, write its results."""

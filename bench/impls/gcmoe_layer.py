@@ -21,7 +21,7 @@ from gcmoe.numerics import Packed
 from gcmoe.plan import LayerPlan, make_plan
 from gcmoe.runtime.agreement import arguments_fingerprint, require_whole_ring
 
-PLAN_OPTIONS = ("dispatch_sms", "ring_slots")
+PLAN_OPTIONS = ("dispatch_sms", "ring_slots", "late_compute")
 KERNEL_OPTIONS = ("prefetch",)
 
 
@@ -127,7 +127,10 @@ class GcMoE(Impl):
         chosen = VARIANTS[variant]
         op = gcmoe.MoE(chosen.config(case), world.group, trace=trace, **chosen.options)
         try:
-            return GcMoESession(op, weights, inputs)
+            session = GcMoESession(op, weights, inputs)
+            if chosen.on_op_stream:
+                session.stream = op.stream
+            return session
         except BaseException:
             op.close()
             raise
@@ -141,6 +144,10 @@ def compile_kernels(
     for case in cases:
         for name in variants:
             chosen: Variant = VARIANTS[name]
+            why = GcMoE().unfit(case, name)
+            if why:
+                say(f"{case.model} T = {case.tokens} {name}: {why}")
+                continue
             of_kernel = {k: v for k, v in chosen.options.items() if k in KERNEL_OPTIONS}
             plan = plan_of(case, chosen)
             for traced in (False, True) if trace else (False,):

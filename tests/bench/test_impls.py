@@ -2,6 +2,7 @@
 
 import math
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from bench import data
 from bench.cases import Case
 from bench.checks import OWN_ROUNDING, judge, make_references
 from bench.data import case_inputs, share_weights
-from bench.impls import IMPLS, torch_unfused
+from bench.impls import IMPLS, gcmoe_layer, torch_unfused
 from bench.impls.base import LayerWeights, missing_package
 from bench.impls.fp8 import block_scaled, row_scaled
 from bench.impls.humming_w4a8 import swiglu_text
@@ -108,3 +109,21 @@ def test_absent_packages_are_named():
     )
     assert "is " in missing_package("pytest", "0.0")
     assert data.DEVICE == "cuda"
+
+
+def test_compiling_ahead_takes_each_kernel_once_and_names_what_cannot_be(monkeypatch):
+    taken, said = [], []
+
+    def get_kernel(spec):
+        taken.append(spec)
+        return SimpleNamespace(from_cache=True)
+
+    monkeypatch.setattr(gcmoe_layer, "get_kernel", get_kernel)
+    cases = [Case("glm-5.2", t, 2) for t in (7, 8, 256)]
+    count = gcmoe_layer.compile_kernels(
+        cases, ("default", "no-prefetch", "capacity-64x"), trace=True, say=said.append
+    )
+    assert count == len(taken) == len(set(taken))
+    assert {spec.trace for spec in taken} == {False, True}
+    assert {spec.prefetch for spec in taken} == {False, True}
+    assert [text for text in said if "max_tokens" in text and "T = 256" in text]
