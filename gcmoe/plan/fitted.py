@@ -3,21 +3,22 @@
 from gcmoe.plan.predict import Constants
 
 RECORDS = (
-    "speed-deepseek-v4-flash-20261129T232905Z.json",
+    "ep2-r2-20261130T073225Z.json",
+    "peers-20261130T075246Z.json",
 )  # fmt: skip
 """In ``bench/results``: what the constants were derived from."""
 
 CONSTANTS = Constants(
-    edges_us=5.3489,
-    dispatch_us=9.0956,
-    stage_ns=0.069738,
-    sort_ns=1.4958,
-    pull_ns=139.8,
-    unit_ns={2: 632.2, 4: 691.58},
-    column_ns={2: 13.157, 4: 9.222},
-    read_share=1.0002,
-    norm=8.5538,
-    hop_us=2.319,
-    finalize_us=4.084,
-    wire_us=1.2,
+    edges_us=4.8186,
+    dispatch_us=7.5924,
+    stage_ns=0.070891,
+    sort_ns=1.5206,
+    pull_ns=141.09,
+    unit_ns={2: 575.88, 4: 721.73},
+    column_ns={2: 15.892, 4: 12.86},
+    read_share=1.0064,
+    norm=9.9979,
+    hop_us=2.1464,
+    finalize_us=3.7729,
+    wire_us=4.1861,
 )
