@@ -133,7 +133,7 @@ def make_ready() -> None:
 
 
 def _gemm_jobs(case: Case, variant: str) -> list[tuple[str, str]]:
-    from bench.impls.humming_w4a8 import layer_configs, tuning
+    from bench.impls.humming_configs import layer_configs, tuning
 
     configs = layer_configs(case, variant)
     return [(config.to_str(), json.dumps(tuning(config, case))) for config in configs]
@@ -189,7 +189,7 @@ def _jobs(cases: list[Case]) -> dict[tuple[str, str], Callable[[], object]]:
     """What there is to compile, each kernel once."""
     from humming.kernel.humming import HummingKernel
 
-    from bench.impls.humming_w4a8 import COMPUTE, GROUPS, layer_configs, swiglu_text
+    from bench.impls.humming_configs import COMPUTE, GROUPS, layer_configs, swiglu_text
 
     found: dict[tuple[str, str], Callable[[], object]] = {("weights", ""): _compile_weight_tools}
     device = torch.cuda.current_device()

@@ -15,7 +15,7 @@ from bench.data import case_inputs, share_weights
 from bench.impls import IMPLS, gcmoe_layer, torch_unfused
 from bench.impls.base import LayerWeights, missing_package
 from bench.impls.fp8 import block_scaled, row_scaled
-from bench.impls.humming_w4a8 import swiglu_text
+from bench.impls.humming_configs import swiglu_text
 from bench.world import World
 from gcmoe.numerics import dequantize_mxfp4, unpack
 
