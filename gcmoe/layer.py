@@ -65,7 +65,8 @@ class Layer:
 
         Raises:
             TypeError, ValueError: a dtype, shape, device or layout is wrong; values are not read.
-            CaptureError: in a capture, before any eager call of the operator.
+            CaptureError: in a capture, before any eager call of the operator; or an eager call on
+                ``op.stream``.
             DeviceFault: an earlier call failed on the device; see :meth:`MoE.check`.
             OperatorClosed: after ``close()``.
         """
@@ -100,6 +101,8 @@ class Layer:
         if devices.is_capturing():
             self._capture(values, handle)
             return out
+        if handle == op._own_stream:
+            raise CaptureError("op.stream is for captures: make eager calls on another stream")
         if values != self._last:
             self._last = ()
             self._store(values)

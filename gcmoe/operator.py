@@ -187,6 +187,8 @@ class MoE:
         """What needs no peer: partition, plan, kernels."""
         devices.require_device(self.device)
         self._partition: Partition = get_partition(self.device, draft.dispatch_sms, one_context)
+        own = self._partition.compute.stream
+        self._own_stream = -1 if own is None else int(own)
         self.report: PartitionReport = self._partition.report
         given, rest = self.report.dispatch_sms, self.report.compute_sms
         self.plan = make_plan(
@@ -335,18 +337,18 @@ class MoE:
 
         Work on it has ``plan.compute_sms`` SMs. The edges between it and compute and finalize stay
         inside one context: a layer between two kernels on this stream is 1.2 to 2 us faster than
-        between kernels of the primary context (H200, graph replay). A capture may use it as
-        ``torch.cuda.graph(graph, stream=op.stream)``.
+        between kernels of the primary context (H200, graph replay). For captures, as in
+        ``torch.cuda.graph(graph, stream=op.stream)``; replay the graph on an ordinary stream. Eager
+        calls on it are refused (decision 12).
 
         Raises:
             OperatorClosed: after ``close()``.
             UnsupportedDevice: an operator in one context has no partition.
         """
         self._require_open()
-        if self._partition.compute.stream is None:
+        if self._own_stream < 0:
             raise UnsupportedDevice("op.stream requires two contexts; this operator has one")
-        handle = int(self._partition.compute.stream)
-        return torch.cuda.ExternalStream(handle, device=self.device)
+        return torch.cuda.ExternalStream(self._own_stream, device=self.device)
 
     def stats(self) -> Stats:
         """Rows received by each local expert, and ids masked. Waits for the device.

@@ -74,7 +74,8 @@ class FinalizeKernel:
     3. Every thread sums its share of (token, 8 columns): FP32, ascending slots, one rounding to
        BF16. After a failed wait, or with abort set, the share is NaN.
     4. Barrier; thread 0 counts its CTA as done, also a poisoned one. The last CTA of the grid waits
-       until no CTA of compute takes tickets and advances the bases, unless abort is set.
+       until no CTA of compute takes tickets, and for the end of the compute node that it hangs on,
+       and advances the bases, unless abort is set.
 
     It may start while compute runs, on the SMs that compute has left.
 
@@ -368,6 +369,9 @@ class FinalizeKernel:
                     U32(NO_PEER),
                     self.wait_env(s, generation),
                 )
+            # Compute has no other edge to the end of the graph: its last items, for other ranks
+            # perhaps, may still run. PTX also demands this of a kernel behind a programmatic edge.
+            ptx.await_prerequisites()
             if (ok != 0) & (sync.read_abort(self.wait_env(s, U32(0))) == U32(0)):
                 # Every CTA of compute has seen these routes before it was counted.
                 routes = ptx.load_u64(workspace + offsets["routes"])

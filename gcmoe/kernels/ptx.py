@@ -455,6 +455,12 @@ def release_dependents(*, loc: Any = None, ip: Any = None) -> None:
 
 
 @dsl_user_op
+def await_prerequisites(*, loc: Any = None, ip: Any = None) -> None:
+    """The kernels before a programmatic edge have ended and all they wrote is visible."""
+    _emit("griddepcontrol.wait;", [], [], False, loc, ip)
+
+
+@dsl_user_op
 def bulk_commit(*, loc: Any = None, ip: Any = None) -> None:
     _emit("cp.async.bulk.commit_group;", [], [], False, loc, ip)
 

@@ -206,8 +206,9 @@ COMPUTE_DONE = Edge(
     write=Operation("red", "release", "gpu", "u32", "add"),
     read=Operation("ld", "acquire", "gpu", "u32"),
     payload=(),
-    meaning="a CTA of compute takes no more tickets and has read the bases; zeroed by the last CTA "
-    "of finalize, which waits for all of them before it zeroes the ticket and advances the bases",
+    meaning="the scheduler of a CTA of compute takes no more tickets and has read the bases; the "
+    "last CTA of finalize waits for all of them, then zeroes this and the ticket and advances the "
+    "bases",
 )
 EDGES: tuple[Edge, ...] = (HEADER, ROUTES, FULL, EMPTY, W1_DONE, ARRIVALS, COMPUTE_DONE)
 

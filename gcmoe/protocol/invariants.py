@@ -22,8 +22,9 @@ INVARIANTS: tuple[Invariant, ...] = (
         "one_generation",
         "All roles of a replay on a rank work with one generation, read from device memory.",
         "only the last CTA of finalize changes it, after compute_done of every CTA of compute; "
-        "such a CTA has read the bases and seen the routes, which follow the header words of every "
-        "CTA of dispatch, which follow its read of the bases; the next replay starts behind this",
+        "its scheduler has read the bases and seen the routes, which follow the header words of "
+        "every CTA of dispatch, which follow its read of the bases; the next replay starts behind "
+        "this",
     ),
     Invariant(
         "one_ahead",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from gcmoe.errors import CallMismatch, DeviceFault, OverlappingReplays, PeerTimeout
-from gcmoe.protocol import FaultKind, FaultRecord
+from gcmoe.protocol import Cell, FaultKind, FaultRecord
 
 EXCEPTIONS: dict[FaultKind, type[DeviceFault]] = {
     FaultKind.TIMEOUT: PeerTimeout,
@@ -25,6 +25,10 @@ ADVICE: dict[FaultKind, str] = {
     ),
     FaultKind.BAD_COUNT: "The workspace of a rank was overwritten, or the ranks differ.",
 }
+LATE_SMS = (
+    "A CTA of compute could not start or end here: other work holds an SM of this device, or a "
+    "replay of the same operator overlaps."
+)
 LOST = "Only close() remains, and a new process: the device takes no more work from this one."
 RECOVERY = "Call reset() on all ranks to go on, or close()."
 ABORTED_BY_PEER = (
@@ -50,4 +54,5 @@ def error_of(words: Sequence[int], broken: Exception | None = None) -> DeviceFau
         return DeviceFault(f"the fault record cannot be read: {text}. {way_on}")
     assert record is not None
     kind = EXCEPTIONS.get(record.kind, DeviceFault)
-    return kind(f"{record.describe()}. {ADVICE[record.kind]} {way_on}", record)
+    advice = LATE_SMS if record.cell == Cell.COMPUTE_DONE else ADVICE[record.kind]
+    return kind(f"{record.describe()}. {advice} {way_on}", record)

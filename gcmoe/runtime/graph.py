@@ -37,9 +37,10 @@ class LayerGraph:
     With ``late``, compute has a second node, in the dispatch partition behind dispatch: its CTAs
     take tickets like all others, so the SMs of dispatch do not idle for the rest of the replay.
 
-    Finalize hangs on compute by a programmatic edge, which only keeps it off the SMs that compute
-    needs: it takes those that compute leaves, and waits for both nodes of compute in memory. An
-    edge from the other context into it would cost 2 us.
+    Finalize hangs on compute by a programmatic edge, which keeps it off the SMs that compute needs:
+    it takes those that compute leaves, waits for both nodes of compute in memory, and its last CTA
+    for the end of the one that it hangs on. So the leaves of the graph, finalize and late compute
+    or dispatch, end after all else. An edge from the other context into it would cost 2 us.
 
     Dispatch is added first. The template graph is what captures clone; the executable graph serves
     eager calls and takes new arguments without affecting launches already enqueued.

@@ -246,6 +246,7 @@ class Launch:
     Args:
         arguments: by position: an integer, a list of u64 by value, or a tensor map.
         after: launches that must have ended before this one starts.
+        prerequisites: launches whose end it waits for itself (a programmatic edge).
     """
 
     program: Program
@@ -254,6 +255,7 @@ class Launch:
     shared_bytes: int
     arguments: Sequence[int | list[int] | TensorMap]
     after: list[Launch] = field(default_factory=list)
+    prerequisites: list[Launch] = field(default_factory=list)
     steps: list[Step] = field(init=False)
     num_registers: int = field(init=False)
     ctas: list[Cta] = field(init=False)

@@ -16,6 +16,7 @@ import ptx_blackwell
 import torch
 from ptx_machine import (
     ADVANCE,
+    BLOCKED,
     BRANCH,
     FAILED_POLL,
     LANES,
@@ -461,6 +462,13 @@ def control(ins: Instruction, d: Decoder) -> Step | None:
             return ADVANCE
 
         return Step(fence)
+    if name == "griddepcontrol.wait":
+
+        def prerequisites(w: Warp, pc: int, mask: Array) -> int:
+            waits = any(not launch.has_ended for launch in w.cta.launch.prerequisites)
+            return BLOCKED if waits else ADVANCE
+
+        return Step(prerequisites)
     if name.startswith(("nanosleep", "griddepcontrol.launch_dependents")):
         return Step(lambda w, pc, mask: ADVANCE)
     return None

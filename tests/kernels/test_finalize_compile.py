@@ -90,6 +90,13 @@ def test_what_finalize_waits_for_is_acquired(ptx: str, edge: Edge) -> None:
     assert all(line.startswith(edge.read.ptx) for line in lines)
 
 
+def test_it_waits_for_the_end_of_compute_before_it_advances(ptx: str) -> None:
+    """PTX demands the wait of a kernel behind a programmatic edge; once, by the last CTA."""
+    assert ptx.count("griddepcontrol.wait;") == 1
+    counted = ptx.rindex(f"// gcmoe {COMPUTE_DONE.name} read")
+    assert counted < ptx.index("griddepcontrol.wait;") < ptx.rindex("st.global.v4.b32")
+
+
 @pytest.mark.parametrize("lone", [DONE, ABORT_SET, ABORT_POLL, FAULT_CLAIM])
 def test_lone_operations(ptx: str, lone: object) -> None:
     lines = marked_lines(ptx, lone.name)  # type: ignore[attr-defined]

@@ -288,7 +288,7 @@ class Layer:
 
     def replay(self, batches: list[layers.Batch]) -> list[Tensor]:
         """y of every rank. As in the layer's graph, late compute starts behind dispatch; finalize
-        waits in memory."""
+        waits in memory, and for the end of the compute node that it hangs on."""
         launches, results = [], []
         for rank, batch in zip(self.ranks, batches, strict=True):
             tensors = batch.x, batch.ids, batch.weights
@@ -306,6 +306,7 @@ class Layer:
                 Role.FINALIZE, finalize_grid(self.cfg, 3), y=out, compute_ctas=4, **call
             )
             late.after = [dispatch]
+            finalize.prerequisites = [compute]
             launches += [dispatch, compute, late, finalize]
         self.machine.run(*launches)
         return results

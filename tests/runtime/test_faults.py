@@ -5,7 +5,7 @@ import pytest
 from gcmoe.errors import CallMismatch, DeviceFault, OverlappingReplays, PeerTimeout
 from gcmoe.protocol import Cell, FaultKind, FaultRecord, Role
 from gcmoe.protocol.faults import NO_PEER
-from gcmoe.runtime.faults import ADVICE, LOST, error_of
+from gcmoe.runtime.faults import ADVICE, LATE_SMS, LOST, error_of
 
 
 def words(kind: int, cell: int = Cell.RECV_HEADER, peer: int = 3) -> tuple[int, ...]:
@@ -60,3 +60,9 @@ def test_on_a_device_that_failed_only_close_remains(record):
     assert "The device failed as well: illegal memory access" in text
     assert LOST in text
     assert "reset()" not in text
+
+
+def test_a_wait_for_own_compute_blames_no_peer():
+    text = str(error_of(words(FaultKind.TIMEOUT, Cell.COMPUTE_DONE, NO_PEER)))
+    assert LATE_SMS in text
+    assert ADVICE[FaultKind.TIMEOUT] not in text

@@ -5,10 +5,10 @@ import ctypes
 import pytest
 import torch
 from cuda.bindings import driver as real
-from small_layer import CONFIG, weights
+from small_layer import CONFIG, inputs, weights
 
 from gcmoe import operator as operators
-from gcmoe.errors import OperatorClosed, UnsupportedDevice
+from gcmoe.errors import CaptureError, OperatorClosed, UnsupportedDevice
 from gcmoe.operator import MoE
 from gcmoe.protocol import Role
 from gcmoe.runtime.agreement import BUDGET_SHARE
@@ -81,3 +81,11 @@ def test_stream_is_one_of_the_compute_partition(make, monkeypatch):
     op.close()
     with pytest.raises(OperatorClosed):
         _ = op.stream
+
+
+def test_an_eager_call_on_the_own_stream_is_refused(op, standin, fake_device):
+    layer = op.bind(weights())
+    fake_device.stream = int(op._partition.compute.stream)
+    with pytest.raises(CaptureError, match="for captures"):
+        layer(*inputs())
+    assert "cuGraphLaunch" not in standin.names()
