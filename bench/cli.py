@@ -157,6 +157,15 @@ def compile_only(ns: argparse.Namespace, usable: list[Impl]) -> int:
     return status
 
 
+def command_words(words: list[str]) -> list[str]:
+    """The arguments of a run without its folder, which says nothing about what was measured."""
+    return [
+        word
+        for before, word in zip(["", *words], words, strict=False)
+        if "--out" not in (before, word) and not word.startswith("--out=")
+    ]
+
+
 class Recorder:
     """The record of a run; on rank 0 it is written after every case."""
 
@@ -168,7 +177,7 @@ class Recorder:
         options["budget_s"] = ns.budget if ns.budget != float("inf") else None
         self.record: dict[str, Any] = {
             "schema_version": schema.VERSION,
-            "command": sys.argv[1:],
+            "command": command_words(sys.argv[1:]),
             "ranks": world.size,
             **environment.describe(),
             "options": options,

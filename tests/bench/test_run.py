@@ -104,3 +104,8 @@ def test_a_lost_device_ends_the_run_with_what_was_measured(run, monkeypatch):
     assert status == 1
     assert record["ended"].startswith("the device was lost")
     assert [row["tokens_per_rank"] for row in record["rows"]] == [1]
+
+
+def test_a_record_does_not_name_the_folder_it_was_written_to():
+    words = ["--preset", "peers", "--out", "/somewhere", "--budget", "9", "--out=/elsewhere"]
+    assert cli.command_words(words) == ["--preset", "peers", "--budget", "9"]
