@@ -3,7 +3,7 @@
 import cutlass
 import cutlass.cute as cute
 
-from gcmoe.kernels import ptx, sync
+from gcmoe.kernels import ptx
 from gcmoe.kernels import ptx_sm100 as ptx100
 from gcmoe.kernels.layout_sm100 import (
     ATOM_BYTES,
@@ -16,9 +16,7 @@ from gcmoe.kernels.layout_sm100 import (
 )
 from gcmoe.kernels.records import QUEUE_ENTRIES, RECORD_WORDS, Kind, Word
 from gcmoe.kernels.spec import KernelSpec
-from gcmoe.kernels.trace_words import ComputeTrace, ItemTrace
-from gcmoe.protocol.edges import FULL, W1_DONE
-from gcmoe.protocol.faults import NO_PEER
+from gcmoe.kernels.tokens import TokenSteps
 
 U32, U64, I32, I64 = cutlass.Uint32, cutlass.Uint64, cutlass.Int32, cutlass.Int64
 
@@ -140,132 +138,16 @@ class WeightFeed:
         return num_loaded, ticket
 
 
-class TokenFeed:
-    """The token warp: for each window of an item, token rows and their scale atom.
-
-    It is the only warp that waits for other CTAs while items run: for a full ring block before a
-    W1 item, for the bits of the window that it reads in a W2 item.
-    """
+class TokenFeed(TokenSteps):
+    """A unit is one window and its scale atom."""
 
     def __init__(self, spec: KernelSpec) -> None:
-        self.spec, self.shape = spec, spec.shape
-        self.widths, self.max_width = spec.tiles.widths, spec.tiles.max_width
-        self.stages = spec.tiles.stages
-        self.w1_windows = spec.shape.hidden // WINDOW
-        self.w2_windows = spec.shape.intermediate // WINDOW
+        super().__init__(spec, windows_per_unit=1)
 
     @cute.jit
-    def tokens_warp(self, at, base, maps):
-        """Item after item; every hand-shake completes also after a failed wait."""
-        workspace, fault_record, rank, budget_ns, events = base
-        with cute.arch.elect_one():
-            generation = ptx.load_u32(workspace + self.shape.offsets["bases"])
-            env = sync.wait_env(self.spec, workspace, fault_record, rank, generation, budget_ns)
-            q, item_parity, s, parity, go = I32(0), U32(0), I32(0), U32(1), I32(1)
-            ok, first = I32(1), I32(1)
-            while go != 0:
-                ptx.mbarrier_wait(at["item"] + q * 8, item_parity)
-                record = at["records"] + q * (RECORD_WORDS * 4)
-                kind = ptx.shared_load(record + int(Word.KIND) * 4)
-                slot = ptx.shared_load(record + int(Word.SLOT) * 4)
-                n = ptx.shared_load(record + int(Word.WIDTH) * 4)
-                epoch = ptx.shared_load(record + int(Word.EPOCH) * 4)
-                recurs = ptx.shared_load(record + int(Word.SLOT_RECURS) * 4)
-                if kind == U32(int(Kind.STOP)):
-                    go = I32(0)
-                else:
-                    is_w1 = kind == U32(int(Kind.W1))
-                    if (is_w1 | (recurs != U32(0))) & (ok != 0):
-                        ok = self.await_block(workspace, slot, epoch, env)
-                    if is_w1:
-                        self.load_routing_weights(at, workspace, q, slot, ok)
-                        if first != 0:
-                            sync.mark(self.spec, events, ComputeTrace.FIRST_BLOCK)
-                            first = I32(0)
-                        sync.mark_item(self.spec, at, events, ItemTrace.FED)
-                        s, parity = self.feed_w1(at, workspace, maps, s, parity, slot, n, ok)
-                    else:
-                        ptx.mbarrier_arrive(at["item_data"] + q * 8)
-                        s, parity, ok = self.feed_w2(
-                            at, workspace, s, parity, slot, n, epoch, ok, env, events
-                        )
-                q += 1
-                if q == QUEUE_ENTRIES:
-                    q = I32(0)
-                    item_parity ^= 1
-
-    @cute.jit
-    def await_block(self, workspace, slot, epoch, env):
-        """Wait until the block of this epoch lies in its slot.
-
-        A W2 item needs this too when a slot recurs within the replay: its bitmap tells only the
-        parity of an epoch, and a full block says that the epoch before is over.
-        """
-        ok = sync.await_reached(
-            FULL,
-            workspace + self.shape.offsets["token_ring_full"] + I64(slot) * 4,
-            self.shape.ring.full_target(epoch),
-            slot,
-            U32(NO_PEER),
-            env,
-        )
-        sync.after_observe(FULL)
-        return ok
-
-    @cute.jit
-    def load_routing_weights(self, at, workspace, q, slot, ok):
-        """The routing weights of the block to the queue entry, where the epilogue reads them."""
-        data, num_bytes = at["item_data"] + q * 8, self.max_width * 4
-        if ok != 0:
-            source = workspace + self.shape.offsets["ring_weight"] + I64(slot) * num_bytes
-            ptx.mbarrier_expect(data, num_bytes)
-            ptx.bulk_load(at["weights"] + q * num_bytes, source, num_bytes, data)
-        else:
-            ptx.shared_store(at["poisoned"], U32(1))
-            ptx.mbarrier_arrive(data)
-
-    @cute.jit
-    def feed_w1(self, at, workspace, maps, s, parity, slot, n, ok):
-        """The windows of a W1 item; returns the next stage and its parity."""
-        for k in cutlass.range(self.w1_windows, unroll=1):
-            ptx.mbarrier_wait(at["empty"] + s * 8, parity)
-            if ok != 0:
-                self.load_tokens(at, workspace, maps, s, slot, n, k)
-            else:
-                ptx.mbarrier_arrive(at["full_x"] + s * 8)
-            s += 1
-            if s == self.stages:
-                s = I32(0)
-                parity ^= 1
-        return s, parity
-
-    @cute.jit
-    def feed_w2(self, at, workspace, s, parity, slot, n, epoch, ok, env, events):
-        """The windows of a W2 item, each once its bits are flipped; also returns ok."""
-        bitmap_cell = workspace + self.shape.offsets["w1_bitmap"] + I64(slot) * 8
-        odd = U64(epoch & 1)
-        flips = odd * U64(0xFFFF_FFFF_FFFF_FFFF)
-        seen = U64(0)
-        for k in cutlass.range(self.w2_windows, unroll=1):
-            ptx.mbarrier_wait(at["empty"] + s * 8, parity)
-            bits = self.shape.bitmap.window_bits(U64(1), U64(k))
-            if ((seen & bits) != bits) & (ok != 0):
-                ok, bitmap = sync.await_bits(W1_DONE, bitmap_cell, bits, odd, slot, env)
-                sync.after_observe(W1_DONE)
-                seen = bitmap ^ flips
-            if cutlass.const_expr(self.spec.trace):
-                if k == 0:
-                    sync.mark_item(self.spec, at, events, ItemTrace.FED)
-            if ok != 0:
-                self.load_activations(at, workspace, s, slot, n, k)
-            else:
-                ptx.shared_store(at["poisoned"], U32(1))
-                ptx.mbarrier_arrive(at["full_x"] + s * 8)
-            s += 1
-            if s == self.stages:
-                s = I32(0)
-                parity ^= 1
-        return s, parity, ok
+    def unit_bits(self, k):
+        """Bits of the W1 bitmap that unit ``k`` of a W2 item reads."""
+        return self.shape.bitmap.window_bits(U64(1), U64(k))
 
     @cute.jit
     def load_tokens(self, at, workspace, maps, s, slot, n, k):

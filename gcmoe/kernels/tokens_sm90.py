@@ -1,148 +1,20 @@
-"""Token tiles of the Hopper compute kernel: who waits for rows and for W1, and what is loaded."""
+"""Token tiles of the Hopper compute kernel: what a unit of two windows loads."""
 
 import cutlass
 import cutlass.cute as cute
 
-from gcmoe.kernels import ptx, sync
-from gcmoe.kernels.records import QUEUE_ENTRIES, RECORD_WORDS, Kind, Word
+from gcmoe.kernels import ptx
 from gcmoe.kernels.spec import KernelSpec
-from gcmoe.kernels.trace_words import ComputeTrace, ItemTrace
-from gcmoe.protocol.edges import FULL, W1_DONE
-from gcmoe.protocol.faults import NO_PEER
+from gcmoe.kernels.tokens import TokenSteps
 
 U32, U64, I32, I64 = cutlass.Uint32, cutlass.Uint64, cutlass.Int32, cutlass.Int64
 
 
-class TokenFeed:
-    """The token warp: for each unit of an item, two windows of activations and their scales.
-
-    It is the only warp that waits for other CTAs while items run: for a full ring block before a
-    W1 item, for the bits of the windows that it reads in a W2 item.
-    """
+class TokenFeed(TokenSteps):
+    """A unit is two windows and their scales, FP32 by row."""
 
     def __init__(self, spec: KernelSpec) -> None:
-        self.spec, self.shape = spec, spec.shape
-        self.widths, self.max_width = spec.tiles.widths, spec.tiles.max_width
-        self.stages = spec.tiles.stages
-        self.w1_windows = spec.shape.hidden // 128
-        self.w2_windows = spec.shape.intermediate // 128
-        self.w1_units = self.w1_windows // 2
-        self.w2_units = (self.w2_windows + 1) // 2
-
-    @cute.jit
-    def tokens_warp(self, at, base, maps):
-        """Item after item; every hand-shake completes also after a failed wait."""
-        workspace, fault_record, rank, budget_ns, events = base
-        offsets = self.shape.offsets
-        with cute.arch.elect_one():
-            generation = ptx.load_u32(workspace + offsets["bases"])
-            env = sync.wait_env(self.spec, workspace, fault_record, rank, generation, budget_ns)
-            q, item_parity, s, parity, go = I32(0), U32(0), I32(0), U32(1), I32(1)
-            ok, first = I32(1), I32(1)
-            while go != 0:
-                ptx.mbarrier_wait(at["item"] + q * 8, item_parity)
-                record = at["records"] + q * (RECORD_WORDS * 4)
-                kind = ptx.shared_load(record + int(Word.KIND) * 4)
-                slot = ptx.shared_load(record + int(Word.SLOT) * 4)
-                width = ptx.shared_load(record + int(Word.WIDTH) * 4)
-                epoch = ptx.shared_load(record + int(Word.EPOCH) * 4)
-                recurs = ptx.shared_load(record + int(Word.SLOT_RECURS) * 4)
-                if kind == U32(int(Kind.STOP)):
-                    go = I32(0)
-                else:
-                    is_w1 = kind == U32(int(Kind.W1))
-                    if (is_w1 | (recurs != U32(0))) & (ok != 0):
-                        ok = self.await_block(workspace, slot, epoch, env)
-                    if is_w1:
-                        self.load_weights_of_rows(at, workspace, q, slot, ok)
-                        if first != 0:
-                            sync.mark(self.spec, events, ComputeTrace.FIRST_BLOCK)
-                            first = I32(0)
-                        sync.mark_item(self.spec, at, events, ItemTrace.FED)
-                        s, parity = self.feed_w1(at, workspace, maps, s, parity, slot, width, ok)
-                    else:
-                        ptx.mbarrier_arrive(at["item_data"] + q * 8)
-                        s, parity, ok = self.feed_w2(
-                            at, workspace, s, parity, slot, width, epoch, ok, env, events
-                        )
-                q += 1
-                if q == QUEUE_ENTRIES:
-                    q = I32(0)
-                    item_parity ^= 1
-
-    @cute.jit
-    def await_block(self, workspace, slot, epoch, env):
-        """Wait until the block of this epoch lies in its slot.
-
-        A W2 item needs this too when a slot recurs within the replay: its bitmap tells only the
-        parity of an epoch, and a block that is full says that all bits of the epoch before are
-        flipped (it waited for the slot to be empty).
-        """
-        ok = sync.await_reached(
-            FULL,
-            workspace + self.shape.offsets["token_ring_full"] + I64(slot) * 4,
-            self.shape.ring.full_target(epoch),
-            slot,
-            U32(NO_PEER),
-            env,
-        )
-        sync.after_observe(FULL)
-        return ok
-
-    @cute.jit
-    def load_weights_of_rows(self, at, workspace, q, slot, ok):
-        """The routing weights of the block to the queue entry, where the epilogue reads them."""
-        data, num_bytes = at["item_data"] + q * 8, self.max_width * 4
-        if ok != 0:
-            source = workspace + self.shape.offsets["ring_weight"] + I64(slot) * num_bytes
-            ptx.mbarrier_expect(data, num_bytes)
-            ptx.bulk_load(at["weights"] + q * num_bytes, source, num_bytes, data)
-        else:
-            ptx.shared_store(at["poisoned"], U32(1))
-            ptx.mbarrier_arrive(data)
-
-    @cute.jit
-    def feed_w1(self, at, workspace, maps, s, parity, slot, width, ok):
-        """The units of a W1 item; returns the next stage and its parity."""
-        for k in cutlass.range(self.w1_units, unroll=1):
-            ptx.mbarrier_wait(at["empty"] + s * 8, parity)
-            if ok != 0:
-                self.load_tokens(at, workspace, maps, s, slot, width, k)
-            else:
-                ptx.mbarrier_arrive(at["full_x"] + s * 8)
-            s += 1
-            if s == self.stages:
-                s = I32(0)
-                parity ^= 1
-        return s, parity
-
-    @cute.jit
-    def feed_w2(self, at, workspace, s, parity, slot, width, epoch, ok, env, events):
-        """The units of a W2 item, each once its bits are flipped; also returns ok."""
-        bitmap_cell = workspace + self.shape.offsets["w1_bitmap"] + I64(slot) * 8
-        odd = U64(epoch & 1)
-        flips = odd * U64(0xFFFF_FFFF_FFFF_FFFF)
-        seen = U64(0)
-        for k in cutlass.range(self.w2_units, unroll=1):
-            ptx.mbarrier_wait(at["empty"] + s * 8, parity)
-            bits = self.unit_bits(k)
-            if ((seen & bits) != bits) & (ok != 0):
-                ok, bitmap = sync.await_bits(W1_DONE, bitmap_cell, bits, odd, slot, env)
-                sync.after_observe(W1_DONE)
-                seen = bitmap ^ flips
-            if cutlass.const_expr(self.spec.trace):
-                if k == 0:
-                    sync.mark_item(self.spec, at, events, ItemTrace.FED)
-            if ok != 0:
-                self.load_activations(at, workspace, s, slot, width, k)
-            else:
-                ptx.shared_store(at["poisoned"], U32(1))
-                ptx.mbarrier_arrive(at["full_x"] + s * 8)
-            s += 1
-            if s == self.stages:
-                s = I32(0)
-                parity ^= 1
-        return s, parity, ok
+        super().__init__(spec, windows_per_unit=2)
 
     @cute.jit
     def unit_bits(self, k):
