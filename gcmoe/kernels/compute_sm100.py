@@ -13,8 +13,9 @@ from gcmoe.kernels import ptx, sync
 from gcmoe.kernels import ptx_sm100 as ptx100
 from gcmoe.kernels.feed_sm100 import TokenFeed, WeightFeed
 from gcmoe.kernels.mma_sm100 import MmaIssuer
-from gcmoe.kernels.output_sm100 import EPILOGUE_WARPS, WARP, Epilogue, Publisher
+from gcmoe.kernels.output_sm100 import EPILOGUE_WARPS, WARP, Epilogue
 from gcmoe.kernels.params import PeerTable
+from gcmoe.kernels.publisher import Publisher
 from gcmoe.kernels.records import QUEUE_ENTRIES, RECORD_WORDS, Kind, Word
 from gcmoe.kernels.spec import KernelSpec
 from gcmoe.kernels.trace_words import TRACE_WORDS, ComputeTrace, ItemTrace
@@ -89,7 +90,7 @@ class ComputeKernelSm100:
         self.tokens = TokenFeed(spec)
         self.mma = MmaIssuer(spec, self.memory)
         self.epilogue = Epilogue(spec, self.memory)
-        self.publisher = Publisher(spec)
+        self.publisher = Publisher(spec, layout.ATOM_BYTES, layout.OUTPUT_STRIDE)
         self.fields = self._storage()
         self.Storage = cute.struct(type("Storage", (), {"__annotations__": self.fields}))
         self.smem_bytes = self.Storage.size_in_bytes()

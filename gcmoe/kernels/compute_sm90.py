@@ -12,6 +12,7 @@ from gcmoe.kernels import mma_sm90 as mma
 from gcmoe.kernels import ptx, sync
 from gcmoe.kernels.output_sm90 import STAGE_STRIDE, TILE_ROWS, TileOutput
 from gcmoe.kernels.params import PeerTable
+from gcmoe.kernels.publisher import Publisher
 from gcmoe.kernels.records import QUEUE_ENTRIES, RECORD_WORDS, Kind, Word
 from gcmoe.kernels.spec import KernelSpec
 from gcmoe.kernels.tokens_sm90 import TokenFeed
@@ -76,6 +77,7 @@ class ComputeKernel:
         self.order = WorkOrder(shape.num_slots, self.w1_tiles, self.w2_tiles)
         self.feed = TokenFeed(spec)
         self.output = TileOutput(spec)
+        self.publisher = Publisher(spec, self.max_width * 4, STAGE_STRIDE)
         self.fields = self._storage()
         self.Storage = cute.struct(type("Storage", (), {"__annotations__": self.fields}))
         self.smem_bytes = self.Storage.size_in_bytes()
@@ -222,7 +224,7 @@ class ComputeKernel:
                 maps = [m.get_ptr().toint() for m in (map0, map1, map2, map3)]
                 self.feed.tokens_warp(at, base, maps)
             elif warp == first_warp + 2:
-                self.output.publisher_warp(at, workspace, tid % 32, events)
+                self.publisher.publisher_warp(at, workspace, tid % 32, events)
             else:
                 self.scheduler_warp(at, base, w13_row_scale, w2_row_scale)
         else:

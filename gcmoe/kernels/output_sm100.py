@@ -1,4 +1,4 @@
-"""From accumulators to memory: epilogue and publisher of the Blackwell compute kernel."""
+"""From accumulators to the staging buffer: the epilogue of the Blackwell compute kernel."""
 
 import cutlass
 import cutlass.cute as cute
@@ -6,10 +6,8 @@ import cutlass.cute as cute
 from gcmoe.kernels import ptx, sync
 from gcmoe.kernels import ptx_sm100 as ptx100
 from gcmoe.kernels.layout_sm100 import (
-    ATOM_BYTES,
     HALF_ROWS,
     OUTPUT_STRIDE,
-    WINDOW,
     TensorMemory,
     swizzled_byte,
 )
@@ -17,10 +15,7 @@ from gcmoe.kernels.ptx_sm100 import ACCUMULATOR_COLUMNS
 from gcmoe.kernels.records import QUEUE_ENTRIES, RECORD_WORDS, Kind, Word
 from gcmoe.kernels.spec import KernelSpec
 from gcmoe.kernels.trace_words import ComputeTrace, ItemTrace
-from gcmoe.protocol import RowMeta, atom_word
-from gcmoe.protocol.edges import ARRIVALS, EMPTY, W1_DONE
-from gcmoe.protocol.order import W2_COLUMNS
-from gcmoe.protocol.ring import UNIT_COLUMNS
+from gcmoe.protocol import atom_word
 
 U32, U64, I32, I64 = cutlass.Uint32, cutlass.Uint64, cutlass.Int32, cutlass.Int64
 F32 = cutlass.Float32
@@ -34,7 +29,8 @@ class Epilogue:
     """Four warps, one for each 32 lanes of tensor memory: a thread is a weight row, and a warp the
     32 features of one MX block.
 
-    They leave one finished tile in the staging buffer and a record of it; see :class:`Publisher`.
+    They leave one finished tile in the staging buffer and a record of it; see
+    :class:`gcmoe.kernels.publisher.Publisher`.
     """
 
     def __init__(self, spec: KernelSpec, memory: TensorMemory) -> None:
@@ -192,126 +188,3 @@ class Epilogue:
                     place = rows + (2 * pair * OUTPUT_STRIDE + half * HALF_ROWS * 2)
                     ptx.shared_store_u16(place, both)
                     ptx.shared_store_u16(place + OUTPUT_STRIDE, both >> U32(16))
-
-
-class Publisher:
-    """One warp that copies finished tiles out, waits for its copies, fences and publishes, so that
-    the epilogue never waits for a fence (1-5 us each at system scope under peer stores on H200).
-    """
-
-    def __init__(self, spec: KernelSpec) -> None:
-        self.spec, self.shape = spec, spec.shape
-        self.max_width = spec.tiles.max_width
-        self.w2_windows = spec.shape.intermediate // WINDOW
-
-    @cute.jit
-    def publisher_warp(self, at, workspace, lane, events):
-        """Tiles in the order in which the epilogue finishes them; a poisoned CTA publishes none."""
-        parity, go = U32(0), I32(1)
-        while go != 0:
-            ptx.mbarrier_wait(at["out_full"], parity)
-            parity ^= 1
-            record = at["out_record"]
-            kind = ptx.shared_load(record + int(Word.KIND) * 4)
-            slot = ptx.shared_load(record + int(Word.SLOT) * 4)
-            tile = ptx.shared_load(record + int(Word.TILE) * 4)
-            rows = ptx.shared_load(record + int(Word.ROWS) * 4)
-            n = ptx.shared_load(record + int(Word.WIDTH) * 4)
-            # By ballot, so that all lanes take the same branch.
-            poisoned = ptx.ballot(ptx.shared_load(at["poisoned"]))
-            if kind == U32(int(Kind.STOP)):
-                go = I32(0)
-            elif poisoned != U32(0):
-                ptx.mbarrier_arrive(at["out_free"])
-            elif kind == U32(int(Kind.W1)):
-                self.publish_w1(at, workspace, lane, slot, tile, n)
-            else:
-                self.publish_w2(at, workspace, lane, slot, tile, rows)
-            if cutlass.const_expr(self.spec.trace):
-                if (lane == 0) & (go != 0):
-                    sync.mark_item(self.spec, at, events, ItemTrace.PUBLISHED)
-        if lane == 0:
-            sync.mark(self.spec, events, ComputeTrace.END)
-
-    @cute.jit
-    def publish_w1(self, at, workspace, lane, slot, tile, n):
-        """A window of ``a`` and its atom, then the two bits of the window."""
-        offsets = self.shape.offsets
-        if lane == 0:
-            num_bytes = I32(n) * WINDOW
-            rows = workspace + offsets["a_rows"]
-            rows += I64(slot) * (self.w2_windows * self.max_width * WINDOW)
-            rows += I64(tile) * I64(num_bytes)
-            atom = workspace + offsets["a_scale"]
-            atom += (I64(slot) * self.w2_windows + I64(tile)) * ATOM_BYTES
-            ptx.bulk_store(rows, at["stage"], num_bytes)
-            ptx.bulk_store(atom, at["out_scale"], ATOM_BYTES)
-            ptx.bulk_commit()
-            sync.complete(W1_DONE)
-            sync.publish(
-                W1_DONE,
-                workspace + offsets["w1_bitmap"] + I64(slot) * 8,
-                self.shape.bitmap.window_bits(U64(1), U64(tile)),
-            )
-        ptx.mbarrier_arrive(at["out_free"])
-
-    @cute.jit
-    def publish_w2(self, at, workspace, lane, slot, tile, rows):
-        """Rows of 256 columns to the source ranks, then their arrivals, then the ring slot."""
-        offsets, shape = self.shape.offsets, self.shape
-        for first in cutlass.range_constexpr(0, self.max_width, WARP):
-            row = lane + first
-            if U32(row) < rows:
-                meta = self.load_meta(workspace, slot, row)
-                target = self.peer(workspace, RowMeta.SRC.get(meta)) + offsets["combine"]
-                place = RowMeta.TOKEN.get(meta) * shape.top_k + RowMeta.SLOT.get(meta)
-                target += I64(place) * (shape.hidden * 2) + I64(tile) * (W2_COLUMNS * 2)
-                ptx.bulk_store(target, at["stage"] + row * OUTPUT_STRIDE, W2_COLUMNS * 2)
-        ptx.bulk_commit()
-        sync.complete(ARRIVALS)
-        ptx.mbarrier_arrive(at["out_free"])
-        # Every lane's rows are complete before any lane counts some of them.
-        cute.arch.sync_warp()
-        sync.release(ARRIVALS)
-        for first in cutlass.range_constexpr(0, self.max_width, WARP):
-            self.publish_arrivals(workspace, lane, slot, rows, first)
-        cute.arch.sync_warp()
-        if lane == 0:
-            sync.publish(
-                EMPTY,
-                workspace + offsets["token_ring_empty"] + I64(slot) * 4,
-                U32(W2_COLUMNS // UNIT_COLUMNS),
-            )
-
-    @cute.jit
-    def publish_arrivals(self, workspace, lane, slot, rows, first: cutlass.Constexpr):
-        """Add 32 rows to the arrivals of their sources, one lane per source."""
-        offset, arrivals = self.shape.offsets["combine_arrivals"], self.shape.arrivals
-        if cutlass.const_expr(self.shape.num_ranks == 1):
-            if cutlass.const_expr(first == 0):
-                if lane == 0:
-                    sync.publish(ARRIVALS, workspace + offset, arrivals.increment(rows, W2_COLUMNS))
-        else:
-            row = lane + first
-            src = U32(0xFFFF)
-            if U32(row) < rows:
-                src = RowMeta.SRC.get(self.load_meta(workspace, slot, row))
-            same = ptx.match_any(src)
-            earlier = same & ((U32(1) << U32(lane)) - 1)
-            if (U32(row) < rows) & (earlier == U32(0)):
-                count = arrivals.increment(ptx.popcount(same), W2_COLUMNS)
-                sync.publish(ARRIVALS, self.peer(workspace, src) + offset, count)
-
-    @cute.jit
-    def load_meta(self, workspace, slot, row):
-        """Where a row of a ring block comes from."""
-        place = I64(slot) * self.shape.slot_rows + I64(row)
-        return ptx.load_u32(workspace + self.shape.offsets["ring_meta"] + place * 4)
-
-    @cute.jit
-    def peer(self, workspace, rank):
-        """The workspace of a rank."""
-        address = workspace
-        if cutlass.const_expr(self.shape.num_ranks > 1):
-            address = ptx.parameter_u64(self.spec.peers_symbol, I32(rank))
-        return address
