@@ -16,12 +16,12 @@ from gcmoe.kernels.mma_sm100 import MmaIssuer
 from gcmoe.kernels.output_sm100 import EPILOGUE_WARPS, WARP, Epilogue
 from gcmoe.kernels.params import PeerTable
 from gcmoe.kernels.publisher import Publisher
-from gcmoe.kernels.records import QUEUE_ENTRIES, RECORD_WORDS, Kind, Word
+from gcmoe.kernels.records import QUEUE_ENTRIES, RECORD_WORDS
+from gcmoe.kernels.scheduler import SchedulerSteps
 from gcmoe.kernels.spec import KernelSpec
 from gcmoe.kernels.trace_words import TRACE_WORDS, ComputeTrace, ItemTrace
 from gcmoe.plan.tiles_sm100 import MMA_COLUMNS
-from gcmoe.protocol import BlockEntry, WorkOrder
-from gcmoe.protocol.edges import COMPUTE_DONE, ROUTES, TICKET
+from gcmoe.protocol import WorkOrder
 
 U8, U32 = cutlass.Uint8, cutlass.Uint32
 I32, I64 = cutlass.Int32, cutlass.Int64
@@ -34,7 +34,7 @@ SCHEDULER_WARP = MMA_WARP + 4
 THREADS = WARP * (SCHEDULER_WARP + 1)
 
 
-class ComputeKernelSm100:
+class ComputeKernelSm100(SchedulerSteps):
     """Persistent CTAs, one per SM, that take whole items by ticket.
 
     An item is 256 weight rows (gate and up of 128 features, or 256 output columns) times the N
@@ -297,65 +297,9 @@ class ComputeKernelSm100:
 
     # ------------------------------------------------------------------- scheduler
 
-    @cute.jit
-    def scheduler_warp(self, at, base):
-        """Tickets to queue records, one item ahead of the weights."""
-        workspace, fault_record, rank, budget_ns, events = base
-        offsets = self.shape.offsets
-        with cute.arch.elect_one():
-            ticket = sync.atomic(TICKET, workspace + offsets["work_ticket"], U32(1))
-            ptx.shared_store(at["first_ticket"], ticket)
-            ptx.mbarrier_arrive(at["ticket_known"])
-            generation, epoch_base, slot_base, _ = ptx.load_u32x4(workspace + offsets["bases"])
-            env = sync.wait_env(self.spec, workspace, fault_record, rank, generation, budget_ns)
-            ok = I32(1)
-            num_blocks = U32(0)
-            if sync.read_abort(env) != U32(0):
-                ok = I32(0)
-            else:
-                ok, routes = sync.await_generation(ROUTES, workspace + offsets["routes"], env)
-                num_blocks = U32(routes)
-            sync.mark(self.spec, events, ComputeTrace.ROUTES)
-            if ok == 0:
-                num_blocks = U32(0)
-                ptx.shared_store(at["poisoned"], U32(1))
-            num_items = self.order.num_items(num_blocks)
-            recurs = self.order.slot_recurs(num_blocks)
-            q, free_parity, taken_parity, go = I32(0), U32(1), U32(0), I32(1)
-            while go != 0:
-                kind, slot, expert, tile = U32(int(Kind.STOP)), U32(0), U32(0), U32(0)
-                rows, epoch = U32(0), U32(0)
-                if (ticket < num_items) & (ptx.shared_load(at["poisoned"]) == U32(0)):
-                    item = self.order.item(ticket, num_blocks)
-                    kind, tile = item.is_w2, item.tile
-                    place = self.shape.ring.place(slot_base, item.block)
-                    slot = self.shape.ring.slot(place)
-                    epoch = self.shape.ring.epoch(epoch_base, place)
-                    entry = ptx.load_u32(workspace + offsets["block_table"] + I64(item.block) * 4)
-                    expert, rows = BlockEntry.EXPERT.get(entry), BlockEntry.ROWS.get(entry)
-                ptx.mbarrier_wait(at["item_free"] + q * 8, free_parity)
-                record = at["records"] + q * (RECORD_WORDS * 4)
-                for word, value in (
-                    (Word.KIND, kind),
-                    (Word.SLOT, slot),
-                    (Word.EXPERT, expert),
-                    (Word.TILE, tile),
-                    (Word.ROWS, rows),
-                    (Word.WIDTH, (rows + U32(MMA_COLUMNS - 1)) & U32(256 - MMA_COLUMNS)),
-                    (Word.EPOCH, epoch),
-                    (Word.SLOT_RECURS, recurs),
-                ):
-                    ptx.shared_store(record + int(word) * 4, value)
-                ptx.mbarrier_arrive(at["item"] + q * 8)
-                if kind == U32(int(Kind.STOP)):
-                    go = I32(0)
-                    sync.publish(COMPUTE_DONE, workspace + offsets["compute_done"], U32(1))
-                    ptx.release_dependents()
-                else:
-                    ptx.mbarrier_wait(at["next_ticket"], taken_parity)
-                    taken_parity ^= 1
-                    ticket = sync.atomic(TICKET, workspace + offsets["work_ticket"], U32(1))
-                q += 1
-                if q == QUEUE_ENTRIES:
-                    q = I32(0)
-                    free_parity ^= 1
+    def tile_width(self, rows: Any) -> Any:
+        """Token columns of the tile of a block of ``rows`` rows: N goes in steps of 8."""
+        return (rows + U32(MMA_COLUMNS - 1)) & U32(256 - MMA_COLUMNS)
+
+    def load_item(self, *_: Any) -> None:
+        """Nothing: scales come with the weights."""

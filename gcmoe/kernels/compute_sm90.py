@@ -14,18 +14,18 @@ from gcmoe.kernels.output_sm90 import STAGE_STRIDE, TILE_ROWS, TileOutput
 from gcmoe.kernels.params import PeerTable
 from gcmoe.kernels.publisher import Publisher
 from gcmoe.kernels.records import QUEUE_ENTRIES, RECORD_WORDS, Kind, Word
+from gcmoe.kernels.scheduler import SchedulerSteps
 from gcmoe.kernels.spec import KernelSpec
 from gcmoe.kernels.tokens_sm90 import TokenFeed
 from gcmoe.kernels.trace_words import TRACE_WORDS, ComputeTrace, ItemTrace
-from gcmoe.protocol import BlockEntry, WorkOrder
-from gcmoe.protocol.edges import COMPUTE_DONE, ROUTES, TICKET
+from gcmoe.protocol import WorkOrder
 
 U8, U32, U64 = cutlass.Uint8, cutlass.Uint32, cutlass.Uint64
 I32, I64, F32, BF16 = cutlass.Int32, cutlass.Int64, cutlass.Float32, cutlass.BFloat16
 F8 = cutlass.Float8E4M3FN
 
 
-class ComputeKernel:
+class ComputeKernel(SchedulerSteps):
     """Persistent CTAs, one per SM, that take whole items by ticket.
 
     Warps (w4: 16 consumer warps, w2: 8), then four single warps:
@@ -264,88 +264,21 @@ class ComputeKernel:
     # ------------------------------------------------------------------- scheduler
 
     @cute.jit
-    def scheduler_warp(self, at, base, w13_row_scale, w2_row_scale):
-        """Tickets to queue records, one item ahead of the consumers."""
-        workspace, fault_record, rank, budget_ns, events = base
-        offsets = self.shape.offsets
-        with cute.arch.elect_one():
-            ticket = sync.atomic(TICKET, workspace + offsets["work_ticket"], U32(1))
-            ptx.shared_store(at["first_ticket"], ticket)
-            ptx.mbarrier_arrive(at["ticket_known"])
-            generation, epoch_base, slot_base, _ = ptx.load_u32x4(workspace + offsets["bases"])
-            env = sync.wait_env(self.spec, workspace, fault_record, rank, generation, budget_ns)
-            ok = I32(1)
-            num_blocks = U32(0)
-            if sync.read_abort(env) != U32(0):
-                ok = I32(0)
-            else:
-                ok, routes = sync.await_generation(ROUTES, workspace + offsets["routes"], env)
-                num_blocks = U32(routes)
-            sync.mark(self.spec, events, ComputeTrace.ROUTES)
-            if ok == 0:
-                num_blocks = U32(0)
-                ptx.shared_store(at["poisoned"], U32(1))
-            num_items = self.order.num_items(num_blocks)
-            recurs = self.order.slot_recurs(num_blocks)
-            q, free_parity, taken_parity, go = I32(0), U32(1), U32(0), I32(1)
-            while go != 0:
-                kind = U32(int(Kind.STOP))
-                slot, expert, tile, rows, width, epoch = (
-                    U32(0),
-                    U32(0),
-                    U32(0),
-                    U32(0),
-                    U32(0),
-                    U32(0),
-                )
-                if (ticket < num_items) & (ptx.shared_load(at["poisoned"]) == U32(0)):
-                    item = self.order.item(ticket, num_blocks)
-                    kind, tile = item.is_w2, item.tile
-                    place = self.shape.ring.place(slot_base, item.block)
-                    slot = self.shape.ring.slot(place)
-                    epoch = self.shape.ring.epoch(epoch_base, place)
-                    entry = ptx.load_u32(workspace + offsets["block_table"] + I64(item.block) * 4)
-                    expert, rows = BlockEntry.EXPERT.get(entry), BlockEntry.ROWS.get(entry)
-                    width = self.narrowest_width(rows)
-                ptx.mbarrier_wait(at["item_free"] + q * 8, free_parity)
-                record = at["records"] + q * (RECORD_WORDS * 4)
-                for word, value in (
-                    (Word.KIND, kind),
-                    (Word.SLOT, slot),
-                    (Word.EXPERT, expert),
-                    (Word.TILE, tile),
-                    (Word.ROWS, rows),
-                    (Word.WIDTH, width),
-                    (Word.EPOCH, epoch),
-                    (Word.SLOT_RECURS, recurs),
-                ):
-                    ptx.shared_store(record + int(word) * 4, value)
-                ptx.mbarrier_arrive(at["item"] + q * 8)
-                if kind == U32(int(Kind.STOP)):
-                    go = I32(0)
-                    sync.publish(COMPUTE_DONE, workspace + offsets["compute_done"], U32(1))
-                    ptx.release_dependents()
-                else:
-                    scales = w13_row_scale + I64(expert * self.w1_tiles + tile) * (TILE_ROWS * 4)
-                    if kind == U32(int(Kind.W2)):
-                        scales = w2_row_scale + I64(expert * self.w2_tiles + tile) * (TILE_ROWS * 4)
-                    ptx.mbarrier_expect(at["item_data"] + q * 8, TILE_ROWS * 4)
-                    ptx.bulk_load(
-                        at["row_scales"] + q * (TILE_ROWS * 4),
-                        scales,
-                        TILE_ROWS * 4,
-                        at["item_data"] + q * 8,
-                    )
-                    ptx.mbarrier_wait(at["next_ticket"], taken_parity)
-                    taken_parity ^= 1
-                    ticket = sync.atomic(TICKET, workspace + offsets["work_ticket"], U32(1))
-                q += 1
-                if q == QUEUE_ENTRIES:
-                    q = I32(0)
-                    free_parity ^= 1
+    def load_item(self, at, q, kind, expert, tile, w13_row_scale, w2_row_scale):
+        """The row scales of the item's tile, which only the epilogue needs."""
+        scales = w13_row_scale + I64(expert * self.w1_tiles + tile) * (TILE_ROWS * 4)
+        if kind == U32(int(Kind.W2)):
+            scales = w2_row_scale + I64(expert * self.w2_tiles + tile) * (TILE_ROWS * 4)
+        ptx.mbarrier_expect(at["item_data"] + q * 8, TILE_ROWS * 4)
+        ptx.bulk_load(
+            at["row_scales"] + q * (TILE_ROWS * 4),
+            scales,
+            TILE_ROWS * 4,
+            at["item_data"] + q * 8,
+        )
 
     @cute.jit
-    def narrowest_width(self, rows):
+    def tile_width(self, rows):
         """The narrowest tile that holds ``rows``."""
         width = U32(self.widths[-1])
         for i in cutlass.range_constexpr(len(self.widths) - 1):
