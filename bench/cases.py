@@ -8,16 +8,17 @@ from typing import Any
 
 from gcmoe.config import MoEConfig
 from gcmoe.models import Model, get_model, share
+from gcmoe.plan import make_plan, predict
+from gcmoe.plan.gpus import get_gpu
 from gcmoe.plan.layer import USUAL_CAPACITIES, capacity_for
+from gcmoe.plan.routing import expected_routing
 
 SHARE_OF = 8
 """The expert-parallel width whose one rank is one rank here."""
 MODELS = ("deepseek-v4-flash", "deepseek-v4.1-flash", "glm-5.2", "deepseek-v4-pro")
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-READ_RATE = 4.40e12
-"""Bytes a second, HBM reads by 108 to 124 SMs of an H200."""
-BYTES_PER_WEIGHT = 1 / 2 + 1 / 32
-"""MXFP4: a code of 4 bits, and a scale byte for 32 of them."""
+GPU = get_gpu("h200")
+"""Whose read rate gives the floor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,18 +53,16 @@ class Case:
     @property
     def expert_bytes(self) -> float:
         """MXFP4 bytes of one expert."""
-        return 3 * self.share.hidden * self.share.intermediate * BYTES_PER_WEIGHT
+        return predict.mxfp4_bytes(self.config())
 
     def floor_us(self, touched_experts: float) -> float:
         """Microseconds to read the touched experts of one rank."""
-        return touched_experts * self.expert_bytes / READ_RATE * 1e6
+        return predict.floor_us(self.config(), touched_experts, GPU)
 
     @property
     def expected_touched(self) -> float:
         """Local experts that uniform routing touches, in the mean."""
-        experts = self.ranks * self.local_experts
-        missed = (1 - self.share.top_k / experts) ** (self.tokens * self.ranks)
-        return self.local_experts * (1 - missed)
+        return expected_routing(make_plan(self.config(), self.ranks), self.tokens).touched
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,33 +5,29 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from bench.cases import VARIANTS, Case
+from bench.cases import GPU, VARIANTS, Case
 from bench.impls import Impl
 from bench.runner import Options
 from gcmoe.plan import make_plan
 from gcmoe.plan.fitted import CONSTANTS
-from gcmoe.plan.gpus import get_gpu
-from gcmoe.plan.layer import capacity_for
-from gcmoe.plan.predict import predict
+from gcmoe.plan.predict import Prediction, predict
 
 WEIGHTS_S = 12.0
 """Device time to make and convert the weights of a model."""
 CASE_S, SESSION_S = 2.0, 1.5
 """Oracle of a case; opening, capturing and checking one implementation and variant."""
-GPU = "h200"
 PEER_FACTOR = 1.6
 """A session's layer over ours, a mean over peers and variants, for estimates."""
 
 
-def predicted_us(case: Case) -> float:
+def prediction_of(case: Case) -> Prediction:
     """What the model of the plan says about our own layer on an H200."""
-    plan = make_plan(case.config(), case.ranks)
-    return predict(plan, get_gpu(GPU), case.tokens, CONSTANTS).total_us
+    return predict(make_plan(case.config(), case.ranks), GPU, case.tokens, CONSTANTS)
 
 
 def session_seconds(case: Case, options: Options) -> float:
     """Estimated device time of one implementation and variant."""
-    layer_us = PEER_FACTOR * predicted_us(case)
+    layer_us = PEER_FACTOR * prediction_of(case).total_us
     replays = (options.replays + 3) * (options.layers + 1)
     return SESSION_S + replays * layer_us * 1e-6 + options.sustained_s
 
@@ -67,12 +63,11 @@ def show(
     """Print cases, variants, implementations and the estimated device time."""
     print(f"{len(cases)} cases on {cases[0].ranks} rank(s), {options.layers} layers a graph")
     for case in cases:
-        plan = make_plan(case.config(), case.ranks)
+        plan, found = make_plan(case.config(), case.ranks), prediction_of(case)
         print(
-            f"  {case.model:<22} T = {case.tokens:<4} capacity {capacity_for(case.tokens):<5} "
-            f"experts {case.local_experts} a rank, about {case.expected_touched:.1f} touched, "
-            f"floor {case.floor_us(case.expected_touched):.0f} us, "
-            f"predicted {predicted_us(case):.0f} us, "
+            f"  {case.model:<22} T = {case.tokens:<4} capacity {plan.config.max_tokens:<5} "
+            f"experts {case.local_experts} a rank, about {found.routing.touched:.1f} touched, "
+            f"floor {found.floor_us:.0f} us, predicted {found.total_us:.0f} us, "
             f"{plan.dispatch_sms}+{plan.compute_sms} SMs"
         )
     print("variants of gcmoe")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
@@ -33,24 +34,24 @@ class LayerWeights:
         return self.checkpoint
 
 
-class Session:
+class Session(ABC):
     """One implementation and variant, ready to run the layers of one case."""
 
     rule: Rule
     stream: torch.cuda.Stream | None = None
     """What its graphs are captured on, foreign kernels included; None is any stream."""
 
+    @abstractmethod
     def layer(self, n: int) -> None:
         """Enqueue layer n on the current stream: read ``inputs[n].x``, write its results."""
-        raise NotImplementedError
 
+    @abstractmethod
     def result(self, n: int) -> Tensor:
         """y of layer n, bf16 [T, H], after the device has finished. May compute, is never timed."""
-        raise NotImplementedError
 
+    @abstractmethod
     def clear(self) -> None:
         """Overwrite all results, so that only what is computed later can pass the check."""
-        raise NotImplementedError
 
     def check(self) -> None:
         """Wait for the device; raise what it reports."""
@@ -60,11 +61,11 @@ class Session:
         """Columns of the row beyond the common ones."""
         return {}
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 (optional)
         """Free what the session owns. Its graphs are gone already."""
 
 
-class Impl:
+class Impl(ABC):
     """An implementation of the layer."""
 
     name: str
@@ -73,30 +74,31 @@ class Impl:
     whole_layer = True
     """False: only a part of the layer, which its rows say."""
 
+    @abstractmethod
     def absent(self) -> str:
         """Why it cannot run here; empty if it can. Looks at packages only, not at the GPU."""
-        raise NotImplementedError
 
+    @abstractmethod
     def unfit(self, case: Case, variant: str = "") -> str:
         """Why it does not offer the case, or a variant of it; empty if it does."""
-        raise NotImplementedError
 
+    @abstractmethod
     def variants(self, wanted: tuple[str, ...]) -> tuple[str, ...]:
         """Its variants in a run that wants these of our own layer."""
-        raise NotImplementedError
 
+    @abstractmethod
     def bytes_per_layer(self, case: Case) -> float:
         """Device memory of the converted weights of one layer."""
-        raise NotImplementedError
 
     def prepare(self, cases: list[Case], limit_s: float) -> str:
         """Compile ahead what the cases need, within a time limit; returns what is missing."""
         return ""
 
+    @abstractmethod
     def convert(self, case: Case, weights: LayerWeights) -> Any:
         """The weights as it wants them."""
-        raise NotImplementedError
 
+    @abstractmethod
     def open(
         self, case: Case, variant: str, weights: list[Any], inputs: list[Inputs], world: World
     ) -> Session:
@@ -105,9 +107,8 @@ class Impl:
         Args:
             weights: what :meth:`convert` returned for each layer; sets may recur.
         """
-        raise NotImplementedError
 
-    def release(self) -> None:
+    def release(self) -> None:  # noqa: B027 (optional)
         """Free what sessions of one model share."""
 
 

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from gcmoe.config import MoEConfig
 from gcmoe.plan.gpus import Gpu, get_gpu
 from gcmoe.plan.layer import LayerPlan
 from gcmoe.plan.routing import Routing, expected_routing
@@ -131,6 +132,16 @@ class Tiling:
     @property
     def expert_units(self) -> int:
         return self.w1_tiles * self.w1_units + self.w2_tiles * self.w2_units
+
+
+def mxfp4_bytes(config: MoEConfig) -> float:
+    """Bytes of one expert in a checkpoint: codes of 4 bits, and a scale byte for 32 of them."""
+    return 3 * config.hidden * config.intermediate * (1 / 2 + 1 / 32)
+
+
+def floor_us(config: MoEConfig, touched: float, gpu: Gpu) -> float:
+    """Microseconds to read the MXFP4 bytes of ``touched`` experts."""
+    return touched * mxfp4_bytes(config) / gpu.read_rate * 1e6
 
 
 def expert_bytes(plan: LayerPlan) -> int:
@@ -248,12 +259,11 @@ def predict(plan: LayerPlan, gpu: Gpu, num_tokens: int, constants: Constants) ->
     unit = unit_us(plan, gpu, c, routing.mean_width) if gpu.decodes else 0.0
     summed = num_tokens * (config.top_k + 1) * config.hidden * 2
     wire = c.wire_us if plan.num_ranks > 1 else 0.0
-    floor_bytes = routing.touched * 3 * config.hidden * config.intermediate * (1 / 2 + 1 / 32)
     return Prediction(
         routing=routing,
         weight_bytes=weight_bytes,
         guessed_bytes=guessed,
-        floor_us=floor_bytes / gpu.read_rate * 1e6,
+        floor_us=floor_us(config, routing.touched, gpu),
         edges_us=c.edges_us,
         dispatch_us=dispatch_us(plan, routing, num_tokens, c),
         memory_us=memory,
