@@ -13,13 +13,17 @@ import pytest
 import torch
 from cuda.bindings import driver as real
 
+from gcmoe import operator as operators
 from gcmoe.kernels.build import CompiledKernel, parameter_size
 from gcmoe.kernels.spec import KernelSpec
+from gcmoe.operator import MoE
 from gcmoe.runtime import device, driver, graph, modules, partition
 
 FOLDER = str(Path(__file__).parent)
 if FOLDER not in sys.path:
     sys.path.insert(0, FOLDER)
+
+from small_layer import CONFIG  # noqa: E402
 
 SUCCESS = real.CUresult.CUDA_SUCCESS
 
@@ -219,3 +223,18 @@ def fake_kernel(standin: StandIn) -> Callable[..., CompiledKernel]:
         return CompiledKernel(spec.role, spec.symbol, spec.symbol.encode(), 512, 100_000, 64)
 
     return get
+
+
+@pytest.fixture
+def make(
+    standin: StandIn, fake_device: Any, fake_kernel: Any, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., MoE]:
+    """Makes operators, of the small layer by default, that have not met their peers."""
+    monkeypatch.setattr(operators, "get_kernel", fake_kernel)
+    monkeypatch.setattr(MoE, "_probe", lambda self: None)
+    return lambda config=CONFIG, **options: MoE(config, **options)
+
+
+@pytest.fixture
+def op(make: Callable[..., MoE]) -> MoE:
+    return make()

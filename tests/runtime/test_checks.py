@@ -5,21 +5,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from small_layer import CONFIG, H, K, T, inputs, weights
+from small_layer import H, K, T, inputs, weights
 
-from gcmoe import operator as operators
 from gcmoe.config import MoEConfig
 from gcmoe.numerics import packed_layout
-from gcmoe.operator import MoE
 from gcmoe.plan import make_plan
-
-
-@pytest.fixture
-def op(standin, fake_device, fake_kernel, monkeypatch):
-    monkeypatch.setattr(operators, "get_kernel", fake_kernel)
-    monkeypatch.setattr(MoE, "_probe", lambda self: None)
-    return MoE(CONFIG)
-
 
 X, IDS, W = inputs()
 BAD_CALLS = {

@@ -8,14 +8,13 @@ import warnings
 import pytest
 import torch
 from cuda.bindings import driver as real
-from small_layer import CONFIG, H, T, inputs, weights
+from small_layer import H, T, inputs, weights
 
 from gcmoe import operator as operators
 from gcmoe.config import MoEConfig
 from gcmoe.errors import CaptureError, DeviceFault, GCMoEError, OperatorClosed, PeerTimeout
 from gcmoe.kernels.spec import kernel_specs
 from gcmoe.kernels.trace_words import TRACE_WORDS
-from gcmoe.operator import MoE
 from gcmoe.protocol import Role
 from gcmoe.runtime import device as devices
 from gcmoe.runtime.group import RankGroup
@@ -23,18 +22,6 @@ from gcmoe.runtime.memory import Workspace
 from gcmoe.runtime.modules import check_parameters
 
 CHOOSE_DEVICE = devices.choose_device
-
-
-@pytest.fixture
-def make(standin, fake_device, fake_kernel, monkeypatch):
-    monkeypatch.setattr(operators, "get_kernel", fake_kernel)
-    monkeypatch.setattr(MoE, "_probe", lambda self: None)
-    return lambda config=CONFIG, **options: MoE(config, **options)
-
-
-@pytest.fixture
-def op(make):
-    return make()
 
 
 def argument_values(op, parameters):

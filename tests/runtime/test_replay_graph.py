@@ -5,25 +5,11 @@ import ctypes
 import pytest
 import torch
 from cuda.bindings import driver as real
-from small_layer import CONFIG, inputs, weights
+from small_layer import inputs, weights
 
-from gcmoe import operator as operators
 from gcmoe.errors import CaptureError, OperatorClosed, UnsupportedDevice
-from gcmoe.operator import MoE
 from gcmoe.protocol import Role
 from gcmoe.runtime.agreement import BUDGET_SHARE
-
-
-@pytest.fixture
-def make(standin, fake_device, fake_kernel, monkeypatch):
-    monkeypatch.setattr(operators, "get_kernel", fake_kernel)
-    monkeypatch.setattr(MoE, "_probe", lambda self: None)
-    return lambda config=CONFIG, **options: MoE(config, **options)
-
-
-@pytest.fixture
-def op(make):
-    return make()
 
 
 def test_finalize_hangs_on_compute_by_a_programmatic_edge(op, standin):
