@@ -467,30 +467,41 @@ class DispatchKernel:
         ptx.mbarrier_wait(mbarrier.toint(), phase)
         return ok
 
+    def weight_row(self, row: Any) -> Any:
+        """Where the routing weight of a row lies among those of its slot."""
+        return fragment_position(row, self.spec.shape.slot_rows)
+
+    def window_scale(self, buffer: Any, slot: Any, window: Any, row: Any) -> tuple[Any, Any]:
+        """(word, index) in ``ring_scale`` of a row's scale in a window, expanded to FP32; from the
+        row in ``buffer``."""
+        shape = self.spec.shape
+        scale = ptx.shared_load_u8(buffer + I32(window) + I32(shape.hidden))
+        index = (slot * shape.num_windows + window) * shape.slot_rows + self.weight_row(row)
+        return scale << 23, index
+
     @cute.jit
     def store_row(self, s: dict, meta: Any, weight: Any, slot: Any, row: Any, rows: Any):
-        """The row by a bulk copy; its scales, expanded to FP32, weight and origin by plain stores.
-        All of it is complete before the row is counted in ``token_ring_full``."""
+        """The row by a bulk copy; its scales, weight and origin by plain stores. All of it is
+        complete before the row is counted in ``token_ring_full``."""
         shape = self.spec.shape
         workspace, windows, slot_rows = s["workspace"], shape.num_windows, shape.slot_rows
         buffer = s["smem"] + I32(self.map.buffers) + I32(s["warp"]) * shape.row_stride
         lane = s["lane"]
         place = slot * slot_rows + row
-        fragment = fragment_position(row, slot_rows)
+        weight_row = self.weight_row(row)
         sync.after_observe(EMPTY)
         if lane == 0:
             target = at(workspace, shape.offsets["ring_rows"], place, shape.row_stride)
             ptx.bulk_store(target, buffer, I32(shape.row_stride))
             ptx.bulk_commit()
             ptx.store_u32(at(workspace, shape.offsets["ring_meta"], place, 4), meta)
-            cell = at(workspace, shape.offsets["ring_weight"], slot * slot_rows + fragment, 4)
+            cell = at(workspace, shape.offsets["ring_weight"], slot * slot_rows + weight_row, 4)
             ptx.store_u32(cell, weight)
         for turn in cutlass.range_constexpr(-(-windows // WARP)):
             window = lane + U32(turn * WARP)
             if window < U32(windows):
-                scale = ptx.shared_load_u8(buffer + I32(window) + I32(shape.hidden))
-                index = (slot * windows + window) * slot_rows + fragment
-                ptx.store_u32(at(workspace, shape.offsets["ring_scale"], index, 4), scale << 23)
+                word, index = self.window_scale(buffer, slot, window, row)
+                ptx.store_u32(at(workspace, shape.offsets["ring_scale"], index, 4), word)
         sync.proxy_release(FULL)
         if lane == 0:
             sync.complete(FULL)

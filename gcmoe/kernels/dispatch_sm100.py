@@ -11,13 +11,12 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 
-from gcmoe.kernels import ptx, sync
-from gcmoe.kernels.dispatch import DispatchKernel, Trace
-from gcmoe.kernels.dispatch_memory import WARP, at
+from gcmoe.kernels import ptx
+from gcmoe.kernels.dispatch import DispatchKernel
+from gcmoe.kernels.dispatch_memory import at
 from gcmoe.kernels.dispatch_send import SendSteps, quantise
 from gcmoe.kernels.spec import KernelSpec
 from gcmoe.protocol import atom_word
-from gcmoe.protocol.edges import EMPTY, FULL
 from gcmoe.protocol.ring import WINDOW_COLUMNS
 from gcmoe.protocol.workspace import MX_COLUMNS
 
@@ -62,33 +61,14 @@ class DispatchKernelSm100(DispatchKernel):
         super().__init__(spec)
         self.sending = SendStepsSm100(spec, self.map)
 
-    @cute.jit
-    def store_row(self, s: dict, meta: Any, weight: Any, slot: Any, row: Any, rows: Any):
-        """The row by a bulk copy; a scale word per window, weight and origin by plain stores.
-        All of it is complete before the row is counted in ``token_ring_full``."""
+    def weight_row(self, row: Any) -> Any:
+        """Where the routing weight of a row lies among those of its slot."""
+        return row
+
+    def window_scale(self, buffer: Any, slot: Any, window: Any, row: Any) -> tuple[Any, Any]:
+        """(word, index) in ``ring_scale`` of a row's four scales in a window; from the row in
+        ``buffer``."""
         shape = self.spec.shape
-        workspace, windows = s["workspace"], shape.num_windows
-        buffer = s["smem"] + I32(self.map.buffers) + I32(s["warp"]) * shape.row_stride
-        lane = s["lane"]
-        place = slot * shape.slot_rows + row
-        sync.after_observe(EMPTY)
-        if lane == 0:
-            target = at(workspace, shape.offsets["ring_rows"], place, shape.row_stride)
-            ptx.bulk_store(target, buffer, I32(shape.row_stride))
-            ptx.bulk_commit()
-            ptx.store_u32(at(workspace, shape.offsets["ring_meta"], place, 4), meta)
-            ptx.store_u32(at(workspace, shape.offsets["ring_weight"], place, 4), weight)
-        for turn in cutlass.range_constexpr(-(-windows // WARP)):
-            window = lane + U32(turn * WARP)
-            if window < U32(windows):
-                scales = ptx.shared_load(buffer + I32(shape.hidden) + I32(window) * 4)
-                index = (slot * windows + window) * shape.scale_words + atom_word(row)
-                ptx.store_u32(at(workspace, shape.offsets["ring_scale"], index, 4), scales)
-        sync.proxy_release(FULL)
-        if lane == 0:
-            sync.complete(FULL)
-        cute.arch.sync_warp()
-        self.stamp(s, Trace.ROW_STORED)
-        if lane == 0:
-            cell = at(workspace, shape.offsets["token_ring_full"], slot, 4)
-            sync.publish(FULL, cell, shape.ring.full_increment(row, rows))
+        scales = ptx.shared_load(buffer + I32(shape.hidden) + I32(window) * 4)
+        index = (slot * shape.num_windows + window) * shape.scale_words + atom_word(row)
+        return scales, index

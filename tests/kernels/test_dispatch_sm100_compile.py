@@ -99,7 +99,8 @@ def test_the_methods_of_the_format_replace_those_of_hopper() -> None:
     """A base method that is renamed would leave its successor unused."""
     pairs = (
         (SendStepsSm100, SendSteps, "stage_window"),
-        (DispatchKernelSm100, DispatchKernel, "store_row"),
+        (DispatchKernelSm100, DispatchKernel, "weight_row"),
+        (DispatchKernelSm100, DispatchKernel, "window_scale"),
     )
     for derived, base, name in pairs:
         assert name in vars(derived)
