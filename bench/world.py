@@ -11,6 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from gcmoe.runtime.group import RankGroup
+
 LIMIT_S = 120.0
 """How long a rank waits for the others."""
 
@@ -29,11 +31,7 @@ class World:
 
     def gather(self, value: Any) -> list[Any]:
         """The values of all ranks, in rank order."""
-        if self.size == 1:
-            return [value]
-        values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=self.group)
-        return values
+        return RankGroup(self.group).gather(value)
 
     def failures(self, error: str) -> str:
         """What went wrong on any rank, the same text on all; empty if nothing did."""
