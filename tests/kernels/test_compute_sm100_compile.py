@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import re
-import tempfile
-from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 
+import compute_build
 import pytest
-from compiler_output import compile_kernel, cuda_tool, output, resource_usage
 from ptx_values import Values
 
 from gcmoe.config import MoEConfig
 from gcmoe.kernels import layout_sm100 as layout
-from gcmoe.kernels.build import dsl_version, kernel_class, parameter_size, ptx_entries
-from gcmoe.kernels.spec import KernelSpec, kernel_spec
+from gcmoe.kernels.build import dsl_version, parameter_size, ptx_entries
+from gcmoe.kernels.spec import kernel_spec
 from gcmoe.plan import make_plan
 from gcmoe.protocol import Role
-from gcmoe.protocol.edges import ARRIVALS, COMPUTE_DONE, EMPTY, FULL, ROUTES, TICKET, W1_DONE
 
 SHARED_BYTES = 232_448
 TENSOR_COLUMNS = 512
@@ -44,28 +40,12 @@ pytestmark = [
 ]
 
 
-@dataclass(frozen=True)
-class Build:
-    """One compiled kernel and its two texts."""
-
-    spec: KernelSpec
-    threads: int
-    smem_bytes: int
-    ptx: str
-    sass: str
-    usage: dict[str, int]
+class Build(compute_build.Build):
+    """With what only Blackwell has."""
 
     def count(self, opcode: str) -> int:
         """Instructions of the machine code whose name begins with ``opcode``."""
         return len(re.findall(rf"\b{re.escape(opcode)}\b", self.sass))
-
-    def marks(self) -> list[tuple[str, str]]:
-        """(mark, operation without its operands) of every marked PTX line, in text order."""
-        found = re.findall(r"^\s*([\w.:]+(?: 0)?)[^\n]*// gcmoe (.+?)\s*$", self.ptx, re.MULTILINE)
-        return [(mark, operation) for operation, mark in found]
-
-    def operations(self, mark: str) -> set[str]:
-        return {operation for name, operation in self.marks() if name == mark}
 
     @property
     def memory(self) -> layout.TensorMemory:
@@ -76,17 +56,8 @@ class Build:
 @cache
 def build(name: str) -> Build:
     config, ranks, arch, trace = CASES[name]
-    spec = kernel_spec(
-        make_plan(config, ranks, 148, family="sm100"), Role.COMPUTE, arch, trace=trace
-    )
-    kernel = kernel_class(Role.COMPUTE, spec.family)(spec)
-    ptx, code = compile_kernel(kernel, arch)
-    with tempfile.TemporaryDirectory() as folder:
-        cubin = Path(folder) / "kernel.cubin"
-        cubin.write_bytes(code)
-        usage = resource_usage(cubin)
-        sass = output(cuda_tool("nvdisasm"), "-c", str(cubin))
-    return Build(spec, kernel.threads, kernel.smem_bytes, ptx, sass, usage)
+    plan = make_plan(config, ranks, 148, family="sm100")
+    return Build.of(kernel_spec(plan, Role.COMPUTE, arch, trace=trace))
 
 
 every = pytest.mark.parametrize("name", CASES)
@@ -222,26 +193,10 @@ def test_the_target_is_the_one_asked_for(name: str) -> None:
 
 @every
 def test_no_read_only_loads_and_no_weak_completion(name: str) -> None:
-    ptx = build(name).ptx
-    assert re.findall(r"\bld\.global[\w.]*\.nc\b.*", ptx) == []
-    assert re.findall(r".*wait_group\.read.*", ptx) == []
-    # The bare form compiles to a fence of the whole GPU.
-    assert re.findall(r"fence\.proxy\.async\s*;", ptx) == []
+    compute_build.assert_no_read_only_loads_and_no_weak_completion(build(name).ptx)
 
 
-COMPLETION = "cp.async.bulk.wait_group 0"
-OPERATIONS: dict[str, set[str]] = {
-    "routes read": {ROUTES.read.ptx},
-    "token_ring_full read": {FULL.read.ptx, f"fence.proxy.{FULL.read_proxy_fence}"},
-    "w1_bitmap write": {W1_DONE.write.ptx, COMPLETION},
-    "w1_bitmap read": {W1_DONE.read.ptx, f"fence.proxy.{W1_DONE.read_proxy_fence}"},
-    "combine_arrivals write": {ARRIVALS.write.ptx, f"fence.{ARRIVALS.write_fence}", COMPLETION},
-    "token_ring_empty write": {EMPTY.write.ptx},
-    "compute_done write": {COMPUTE_DONE.write.ptx},
-    "work_ticket": {TICKET.operation.ptx},
-    "stage guess": {"fence.proxy.async.shared::cta"},
-    "stage write": {"fence.proxy.async.shared::cta"},
-}
+OPERATIONS = {**compute_build.OPERATIONS, "stage guess": {"fence.proxy.async.shared::cta"}}
 
 
 @pytest.mark.parametrize("mark", OPERATIONS)
@@ -252,22 +207,7 @@ def test_edges_have_the_operations_of_the_table(name: str, mark: str) -> None:
 
 @every
 def test_publication_keeps_its_order(name: str) -> None:
-    """Completion, then fence, then the flag; the ring slot is given back last."""
-    order = [
-        ("w1_bitmap write", COMPLETION),
-        ("w1_bitmap write", W1_DONE.write.ptx),
-        ("combine_arrivals write", COMPLETION),
-        ("combine_arrivals write", f"fence.{ARRIVALS.write_fence}"),
-        ("combine_arrivals write", ARRIVALS.write.ptx),
-        ("token_ring_empty write", EMPTY.write.ptx),
-    ]
-    marks = build(name).marks()
-    for edge in ("w1_bitmap write", "combine_arrivals write"):
-        of_edge = [entry for entry in order if entry[0] == edge]
-        first = [marks.index(entry) for entry in of_edge]
-        assert first == sorted(first), [m for m in marks if m[0] == edge]
-    last_arrival = max(n for n, m in enumerate(marks) if m == order[4])
-    assert marks.index(order[5]) > last_arrival
+    compute_build.assert_publication_keeps_its_order(build(name).marks())
 
 
 @every
