@@ -230,17 +230,6 @@ def replay_records(
     return plan, found
 
 
-def gather(value: Any, group: Any, ranks: int) -> list[Any]:
-    """The values of all ranks, by rank."""
-    if group is None:
-        return [value]
-    import torch.distributed as dist
-
-    values: list[Any] = [None] * ranks
-    dist.all_gather_object(values, value, group=group)
-    return values
-
-
 def facts_of(ns: argparse.Namespace, plan: LayerPlan, ranks: int, replay: int) -> dict[str, Any]:
     """What the trace says about itself."""
     import torch
@@ -273,13 +262,16 @@ def trace_layer(
     model: Model, ns: argparse.Namespace, group: Any, rank: int, ranks: int
 ) -> Timeline | None:
     """Run the layer on this rank; the timeline on rank 0, None on the others."""
+    from gcmoe.runtime.group import RankGroup
+
+    gather = RankGroup(group).gather
     config = model.config(ns.capacity or capacity_for(ns.tokens))
     plan, found = replay_records(config, ns, group, rank, ranks)
-    lengths = gather([end - begin for begin, end in map(bounds, found)], group, ranks)
+    lengths = gather([end - begin for begin, end in map(bounds, found)])
     slowest = [max(of_replay) for of_replay in zip(*lengths, strict=True)]
     chosen = slowest.index(statistics.median_low(slowest))
-    seen = gather([headers_seen(records) for records in found], group, ranks)
-    by_rank = gather(found[chosen], group, ranks)
+    seen = gather([headers_seen(records) for records in found])
+    by_rank = gather(found[chosen])
     if rank:
         return None
     facts = facts_of(ns, plan, ranks, chosen)

@@ -23,6 +23,7 @@ from gcmoe.kernels.trace_words import (
 from gcmoe.models import share
 from gcmoe.plan import make_plan
 from gcmoe.protocol import Role
+from gcmoe.runtime.group import RankGroup
 from gcmoe.timeline import read_chrome
 
 PLAN = make_plan(MoEConfig(512, 256, 8, 2, 8))
@@ -169,7 +170,7 @@ def test_the_replay_of_median_length_is_shown(monkeypatch):
     monkeypatch.setattr(trace, "replay_records", lambda *given: (PLAN, replays[0]))
     monkeypatch.setattr(trace, "facts_of", lambda *given: {"gpu": "none", "replay": given[-1]})
 
-    def gather(value, group, ranks):
+    def gather(group, value):
         """What rank 1 would have sent for the same question."""
         if value == replays[0][2]:
             return [value, replays[1][2]]
@@ -177,7 +178,7 @@ def test_the_replay_of_median_length_is_shown(monkeypatch):
             return [value, [trace.headers_seen(r) for r in replays[1]]]
         return [value, [end - begin for begin, end in map(trace.bounds, replays[1])]]
 
-    monkeypatch.setattr(trace, "gather", gather)
+    monkeypatch.setattr(RankGroup, "gather", gather)
     parser = argparse.ArgumentParser()
     trace.add_arguments(parser)
     ns = parser.parse_args(["--tokens", "8"])
