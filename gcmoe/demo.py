@@ -132,13 +132,14 @@ def run_ranks(num_tokens: int, seed: int) -> int:
     """One process of ``torchrun``: a rank of the layer; rank 0 prints for all."""
     import torch.distributed as dist
 
+    from gcmoe.runtime.group import RankGroup
+
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("gloo")
     try:
         rank, num_ranks = dist.get_rank(), dist.get_world_size()
         mine = run_layer(num_tokens, seed, dist.group.WORLD, rank, num_ranks)
-        found: list[Any] = [None] * num_ranks
-        dist.all_gather_object(found, mine)
+        found = RankGroup(dist.group.WORLD).gather(mine)
         return print_found(found, num_tokens) if rank == 0 else 0
     finally:
         dist.destroy_process_group()
