@@ -90,11 +90,6 @@ def umax(a: Any, b: Any, *, loc: Any = None, ip: Any = None) -> Any:
 
 
 @dsl_user_op
-def umin(a: Any, b: Any, *, loc: Any = None, ip: Any = None) -> Any:
-    return _emit("min.u32 $0, $1, $2;", [U32], [(U32, a), (U32, b)], True, loc, ip)
-
-
-@dsl_user_op
 def min_nan(a: Any, b: Any, *, loc: Any = None, ip: Any = None) -> Any:
     """The smaller of two; NaN if one is NaN."""
     return _emit("min.NaN.f32 $0, $1, $2;", [F32], [(F32, a), (F32, b)], True, loc, ip)
@@ -104,11 +99,6 @@ def min_nan(a: Any, b: Any, *, loc: Any = None, ip: Any = None) -> Any:
 def max_nan(a: Any, b: Any, *, loc: Any = None, ip: Any = None) -> Any:
     """The larger of two; NaN if one is NaN."""
     return _emit("max.NaN.f32 $0, $1, $2;", [F32], [(F32, a), (F32, b)], True, loc, ip)
-
-
-@dsl_user_op
-def absolute(a: Any, *, loc: Any = None, ip: Any = None) -> Any:
-    return _emit("abs.f32 $0, $1;", [F32], [(F32, a)], True, loc, ip)
 
 
 @dsl_user_op
@@ -185,11 +175,6 @@ def sm_id(*, loc: Any = None, ip: Any = None) -> Any:
 def global_timer(*, loc: Any = None, ip: Any = None) -> Any:
     """Nanoseconds, the same clock on all SMs of a GPU."""
     return _emit("mov.u64 $0, %globaltimer;", [I64], [], False, loc, ip)
-
-
-@dsl_user_op
-def nanosleep(nanoseconds: int, *, loc: Any = None, ip: Any = None) -> None:
-    _emit(f"nanosleep.u32 {int(nanoseconds)};", [], [], False, loc, ip)
 
 
 @dsl_user_op
@@ -469,9 +454,3 @@ def bulk_commit(*, loc: Any = None, ip: Any = None) -> None:
 def bulk_wait(mark: str, *, loc: Any = None, ip: Any = None) -> None:
     """All bulk stores of this thread are complete; needed before their flag."""
     _emit(f"cp.async.bulk.wait_group 0; // gcmoe {mark}", [], [], False, loc, ip)
-
-
-@dsl_user_op
-def bulk_wait_read(*, loc: Any = None, ip: Any = None) -> None:
-    """The sources of this thread's bulk stores may be overwritten; says nothing of the targets."""
-    _emit("cp.async.bulk.wait_group.read 0;", [], [], False, loc, ip)
