@@ -314,10 +314,7 @@ class ComputeKernel(SchedulerSteps):
                 else:
                     units, source = self.weights_of(record, kind, w13, w2)
                     s, parity = self.load_units(at, units, source, num_loaded, s, parity)
-                q += 1
-                if q == QUEUE_ENTRIES:
-                    q = I32(0)
-                    item_parity ^= 1
+                q, item_parity = sync.advance(q, item_parity, QUEUE_ENTRIES)
 
     @cute.jit
     def guess(self, at, w13):
@@ -380,10 +377,7 @@ class ComputeKernel(SchedulerSteps):
                     at["full_w"] + s * 8,
                     evict_first=True,
                 )
-            s += 1
-            if s == self.stages:
-                s = I32(0)
-                parity ^= 1
+            s, parity = sync.advance(s, parity, self.stages)
         return s, parity
 
     # ------------------------------------------------------------------- consumers
@@ -443,10 +437,7 @@ class ComputeKernel(SchedulerSteps):
             cute.arch.sync_warp()
             with cute.arch.elect_one():
                 ptx.mbarrier_arrive(at["item_free"] + q * 8)
-            q += 1
-            if q == QUEUE_ENTRIES:
-                q = I32(0)
-                phases[1] = phases[1] ^ 1
+            q, phases[1] = sync.advance(q, phases[1], QUEUE_ENTRIES)
         ptx.mbarrier_wait(at["out_free"], phases[0])
         if tid == 0:
             ptx.shared_store(at["out_record"] + int(Word.KIND) * 4, U32(int(Kind.STOP)))

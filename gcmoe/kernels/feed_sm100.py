@@ -3,7 +3,7 @@
 import cutlass
 import cutlass.cute as cute
 
-from gcmoe.kernels import ptx
+from gcmoe.kernels import ptx, sync
 from gcmoe.kernels import ptx_sm100 as ptx100
 from gcmoe.kernels.layout_sm100 import (
     ATOM_BYTES,
@@ -70,17 +70,11 @@ class WeightFeed:
                     s, parity = self.load_item(
                         at, tensor_map, atoms, first, windows, num_loaded, s, parity
                     )
-                q += 1
-                if q == QUEUE_ENTRIES:
-                    q = I32(0)
-                    item_parity ^= 1
+                q, item_parity = sync.advance(q, item_parity, QUEUE_ENTRIES)
             # No commit may arrive in shared memory that the CTA has left.
             for _ in cutlass.range_constexpr(self.stages):
                 ptx.mbarrier_wait(at["empty"] + s * 8, parity)
-                s += 1
-                if s == self.stages:
-                    s = I32(0)
-                    parity ^= 1
+                s, parity = sync.advance(s, parity, self.stages)
 
     @cute.jit
     def load_item(self, at, tensor_map, atoms, first, windows, num_loaded, s, parity):
@@ -96,10 +90,7 @@ class WeightFeed:
                 ptx.mbarrier_arrive(at["full_w"] + s * 8)
             else:
                 self.load_window(at, tensor_map, atoms, first + k, s, at["full_w"] + s * 8)
-            s += 1
-            if s == self.stages:
-                s = I32(0)
-                parity ^= 1
+            s, parity = sync.advance(s, parity, self.stages)
         return s, parity
 
     @cute.jit

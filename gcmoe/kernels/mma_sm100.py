@@ -3,7 +3,7 @@
 import cutlass
 import cutlass.cute as cute
 
-from gcmoe.kernels import ptx
+from gcmoe.kernels import ptx, sync
 from gcmoe.kernels import ptx_sm100 as ptx100
 from gcmoe.kernels.layout_sm100 import (
     ATOM_BYTES,
@@ -62,14 +62,8 @@ class MmaIssuer:
                     # The commit speaks for the tensor core only. This arrival hands on what this
                     # thread has seen of other warps, the poison flag among it.
                     ptx.mbarrier_arrive(at["acc_full"] + b * 8)
-                    b += 1
-                    if b == self.memory.accumulators:
-                        b = I32(0)
-                        free_parity ^= 1
-                q += 1
-                if q == QUEUE_ENTRIES:
-                    q = I32(0)
-                    item_parity ^= 1
+                    b, free_parity = sync.advance(b, free_parity, self.memory.accumulators)
+                q, item_parity = sync.advance(q, item_parity, QUEUE_ENTRIES)
 
     @cute.jit
     def item(self, at, columns, d, n, windows, s, parity):
@@ -81,10 +75,7 @@ class MmaIssuer:
             scales = columns + U32(s) * self.memory.stage_columns + self.memory.first_scale
             self.window(at, d, scales, n, U32(k), s)
             ptx100.commit(at["empty"] + s * 8)
-            s += 1
-            if s == self.stages:
-                s = I32(0)
-                parity ^= 1
+            s, parity = sync.advance(s, parity, self.stages)
         return s, parity
 
     @cute.jit

@@ -13,7 +13,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
-from gcmoe.kernels import ptx
+from gcmoe.kernels import ptx, sync
 from gcmoe.plan.layer import TilePlan
 
 U16, U32, I32 = cutlass.Uint16, cutlass.Uint32, cutlass.Int32
@@ -213,10 +213,7 @@ def main_loop(tile, at, units, words, scale_bytes, wg, s, parity):
             if cutlass.const_expr(block == 0):
                 load_words(tile.view, words, scale_bytes, t, wg, 1, this)
             else:
-                s += 1
-                if s == stages:
-                    s = I32(0)
-                    parity ^= 1
+                s, parity = sync.advance(s, parity, stages)
                 ptx.mbarrier_wait(at["full_w"] + s * 8, parity)
                 load_words(tile.view, words, scale_bytes, t, wg, 0, s)
             for m in cutlass.range_constexpr(subtiles):

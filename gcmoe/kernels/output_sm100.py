@@ -69,17 +69,11 @@ class Epilogue:
                         sync.mark_item(self.spec, at, events, ItemTrace.END)
                 self.hand_over(at, record, tid, b)
                 out_parity ^= 1
-                b += 1
-                if b == self.memory.accumulators:
-                    b = I32(0)
-                    full_parity ^= 1
+                b, full_parity = sync.advance(b, full_parity, self.memory.accumulators)
             cute.arch.sync_warp()
             with cute.arch.elect_one():
                 ptx.mbarrier_arrive(at["item_free"] + q * 8)
-            q += 1
-            if q == QUEUE_ENTRIES:
-                q = I32(0)
-                item_parity ^= 1
+            q, item_parity = sync.advance(q, item_parity, QUEUE_ENTRIES)
         ptx.mbarrier_wait(at["out_free"], out_parity)
         if tid == 0:
             ptx.shared_store(at["out_record"] + int(Word.KIND) * 4, U32(int(Kind.STOP)))

@@ -92,10 +92,7 @@ class SchedulerSteps(ABC):
                     ptx.mbarrier_wait(at["next_ticket"], taken_parity)
                     taken_parity ^= 1
                     ticket = sync.atomic(TICKET, workspace + offsets["work_ticket"], U32(1))
-                q += 1
-                if q == QUEUE_ENTRIES:
-                    q = I32(0)
-                    free_parity ^= 1
+                q, free_parity = sync.advance(q, free_parity, QUEUE_ENTRIES)
 
     @abstractmethod
     def tile_width(self, rows: Any) -> Any:

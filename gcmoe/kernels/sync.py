@@ -194,6 +194,16 @@ def await_bits(edge: cutlass.Constexpr, address: Any, bits: Any, odd: Any, index
 
 
 @cute.jit
+def advance(index: Any, parity: Any, depth: cutlass.Constexpr):
+    """The next of ``depth`` places of a shared ring, and the parity of its phase there."""
+    index += 1
+    if index == depth:
+        index = I32(0)
+        parity ^= 1
+    return index, parity
+
+
+@cute.jit
 def jitter(spec: cutlass.Constexpr, tid: Any, cta: Any):
     """Hold this CTA back for a pseudo-random time below ``spec.jitter_ns``; nothing when 0.
 

@@ -70,10 +70,7 @@ class TokenSteps(ABC):
                         s, parity, ok = self.feed_w2(
                             at, workspace, s, parity, slot, width, epoch, ok, env, events
                         )
-                q += 1
-                if q == QUEUE_ENTRIES:
-                    q = I32(0)
-                    item_parity ^= 1
+                q, item_parity = sync.advance(q, item_parity, QUEUE_ENTRIES)
 
     @cute.jit
     def await_block(self, workspace, slot, epoch, env):
@@ -115,10 +112,7 @@ class TokenSteps(ABC):
                 self.load_tokens(at, workspace, maps, s, slot, width, k)
             else:
                 ptx.mbarrier_arrive(at["full_x"] + s * 8)
-            s += 1
-            if s == self.stages:
-                s = I32(0)
-                parity ^= 1
+            s, parity = sync.advance(s, parity, self.stages)
         return s, parity
 
     @cute.jit
@@ -143,10 +137,7 @@ class TokenSteps(ABC):
             else:
                 ptx.shared_store(at["poisoned"], U32(1))
                 ptx.mbarrier_arrive(at["full_x"] + s * 8)
-            s += 1
-            if s == self.stages:
-                s = I32(0)
-                parity ^= 1
+            s, parity = sync.advance(s, parity, self.stages)
         return s, parity, ok
 
     @abstractmethod
