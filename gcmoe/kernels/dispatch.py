@@ -222,7 +222,7 @@ class DispatchKernel:
         cute.arch.sync_threads()
         if ptx.shared_load(word_at(s, 4 * Word.ABORT)) == U32(0):
             self.replay(s, low, high, weight, windows)
-        self.stamp(s, Trace.END)
+        sync.stamp(self.spec, s, Trace.END)
 
     # ----------------------------------------------------------------------- start
 
@@ -233,15 +233,7 @@ class DispatchKernel:
                 record = at(s["trace"], 0, s["cta"], 8 * TRACE_WORDS)
                 ptx.store_u64(record + 8 * int(Trace.SM), U64(ptx.sm_id()))
                 ptx.store_u64(record + 8 * int(Trace.FIRST_ROW), U64(0))
-        self.stamp(s, Trace.START)
-
-    @cute.jit
-    def stamp(self, s: dict, word: cutlass.Constexpr):
-        """Thread 0 stores the time; nothing is emitted without ``spec.trace``."""
-        if cutlass.const_expr(self.spec.trace):
-            if s["tid"] == 0:
-                record = at(s["trace"], 0, s["cta"], 8 * TRACE_WORDS)
-                ptx.store_u64(record + 8 * int(word), U64(ptx.global_timer()))
+        sync.stamp(self.spec, s, Trace.START)
 
     @cute.jit
     def prepare_shared(self, s: dict):
@@ -292,12 +284,12 @@ class DispatchKernel:
         # The rows are pulled by bulk copies: each writer passes its stores to the async proxy.
         sync.proxy_release(HEADER)
         cute.arch.sync_threads()
-        self.stamp(s, Trace.STAGED)
+        sync.stamp(self.spec, s, Trace.STAGED)
         if ptx.shared_load(word_at(s, 4 * Word.CLAIM_LOST)) == U32(0):
             self.sending.send_headers(s, parity, generation)
             self.await_headers(s, parity, env)
             cute.arch.sync_threads()
-            self.stamp(s, Trace.HEADERS)
+            sync.stamp(self.spec, s, Trace.HEADERS)
             if ptx.shared_load(word_at(s, 4 * Word.BAD_HEADER)) == U32(0):
                 sync.after_observe(HEADER)
                 self.receive(s, parity, env)
@@ -322,13 +314,13 @@ class DispatchKernel:
                 num_blocks = ptx.shared_load(word_at(s, 4 * Word.NUM_BLOCKS))
                 header = RoutesHeader.pack(U64(env["generation"]), U64(num_blocks))
                 sync.publish(ROUTES, s["workspace"] + self.spec.shape.offsets["routes"], header)
-            self.stamp(s, Trace.BINNED)
+            sync.stamp(self.spec, s, Trace.BINNED)
             self.pull_rows(s, num_rows, env)
             if is_last:
                 self.sorting.add_stats(s)
             if cutlass.const_expr(self.spec.trace):
                 cute.arch.sync_threads()
-                self.stamp(s, Trace.LAST_ROW)
+                sync.stamp(self.spec, s, Trace.LAST_ROW)
 
     @cute.jit
     def claim(self, s: dict, env: dict):
@@ -421,11 +413,11 @@ class DispatchKernel:
                 ok = self.load_row(s, meta, slot, ring.epoch(epoch_base, place), phase, env)
                 phase = phase ^ U32(1)
                 if index == 0:
-                    self.stamp(s, Trace.ROW_LOADED)
+                    sync.stamp(self.spec, s, Trace.ROW_LOADED)
                 if ok != 0:
                     self.store_row(s, meta, weight, slot, RowPlace.ROW.get(packed), rows)
                     if index == 0:
-                        self.stamp(s, Trace.FIRST_ROW)
+                        sync.stamp(self.spec, s, Trace.FIRST_ROW)
             elif s["lane"] == 0:
                 # No entry claimed this place: the list changed since it was counted.
                 sync.raise_fault(
@@ -506,7 +498,7 @@ class DispatchKernel:
         if lane == 0:
             sync.complete(FULL)
         cute.arch.sync_warp()
-        self.stamp(s, Trace.ROW_STORED)
+        sync.stamp(self.spec, s, Trace.ROW_STORED)
         if lane == 0:
             cell = at(workspace, shape.offsets["token_ring_full"], slot, 4)
             sync.publish(FULL, cell, shape.ring.full_increment(row, rows))

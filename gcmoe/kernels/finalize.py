@@ -175,7 +175,7 @@ class FinalizeKernel:
             if tid == 0:
                 record = at(trace, 0, cta, 8 * TRACE_WORDS)
                 ptx.store_u64(record + 8 * int(Trace.SM), U64(ptx.sm_id()))
-        self.stamp(s, Trace.START)
+        sync.stamp(self.spec, s, Trace.START)
         if tid == 0:
             self.read_bases(s)
         if tid == WARP:
@@ -191,7 +191,7 @@ class FinalizeKernel:
         if tid == 0:
             self.await_arrivals(s)
         cute.arch.sync_threads()
-        self.stamp(s, Trace.ARRIVED)
+        sync.stamp(self.spec, s, Trace.ARRIVED)
         if ptx.shared_load(self.word(s, Word.ARRIVED)) != U32(0):
             self.write_sums(s, share, slots)
         else:
@@ -199,15 +199,7 @@ class FinalizeKernel:
         cute.arch.sync_threads()
         if tid == 0:
             self.finish(s)
-        self.stamp(s, Trace.END)
-
-    @cute.jit
-    def stamp(self, s: dict, word: cutlass.Constexpr):
-        """Thread 0 stores the time; nothing is emitted without ``spec.trace``."""
-        if cutlass.const_expr(self.spec.trace):
-            if s["tid"] == 0:
-                record = at(s["trace"], 0, s["cta"], 8 * TRACE_WORDS)
-                ptx.store_u64(record + 8 * int(word), U64(ptx.global_timer()))
+        sync.stamp(self.spec, s, Trace.END)
 
     def word(self, s: dict[str, Any], word: int) -> Any:
         """Shared address of a word."""

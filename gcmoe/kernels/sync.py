@@ -14,7 +14,7 @@ import cutlass.cute as cute
 
 from gcmoe.kernels import ptx
 from gcmoe.kernels.spec import KernelSpec
-from gcmoe.kernels.trace_words import HEAD_WORDS, ITEM_WORDS, TRACE_ITEMS
+from gcmoe.kernels.trace_words import HEAD_WORDS, ITEM_WORDS, TRACE_ITEMS, TRACE_WORDS
 from gcmoe.protocol import Cell, Edge, FaultKind, LoneOperation, Role, is_reached
 from gcmoe.protocol.edges import ABORT_POLL, ABORT_SET, FAULT_CLAIM
 from gcmoe.protocol.faults import NO_PEER
@@ -227,6 +227,14 @@ def mark(spec: cutlass.Constexpr, events: Any, word: cutlass.Constexpr):
     """Record the time as one word of this CTA's trace; by one thread, nothing when off."""
     if cutlass.const_expr(spec.trace):
         ptx.store_u64(events + word * 8, U64(ptx.global_timer()))
+
+
+@cute.jit
+def stamp(spec: cutlass.Constexpr, s: dict, word: cutlass.Constexpr):
+    """Record the time as one word of the trace of CTA ``s["cta"]``; called by all its threads."""
+    if cutlass.const_expr(spec.trace):
+        if s["tid"] == 0:
+            mark(spec, s["trace"] + I64(s["cta"]) * (8 * TRACE_WORDS), word)
 
 
 @cute.jit
