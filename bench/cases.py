@@ -72,13 +72,11 @@ class Variant:
     Args:
         options: keyword arguments of ``gcmoe.MoE``.
         capacity: ``max_tokens`` as a multiple of the live tokens; None is the usual capacity.
-        on_op_stream: the rest of the model, here the foreign kernels, runs on ``op.stream``.
         why: what the comparison with the default says.
     """
 
     options: Mapping[str, Any] = field(default_factory=dict)
     capacity: int | None = None
-    on_op_stream: bool = False
     why: str = ""
 
     def config(self, case: Case) -> MoEConfig:
@@ -88,13 +86,12 @@ class Variant:
 DEFAULT = "default"
 VARIANTS: dict[str, Variant] = {
     DEFAULT: Variant(why="what a user gets"),
-    "dispatch-8": Variant({"dispatch_sms": 8}, why="SMs of the dispatch partition"),
-    "dispatch-16": Variant({"dispatch_sms": 16}, why="SMs of the dispatch partition"),
-    "dispatch-24": Variant({"dispatch_sms": 24}, why="SMs of the dispatch partition"),
-    "dispatch-32": Variant({"dispatch_sms": 32}, why="SMs of the dispatch partition"),
+    "dispatch-8": Variant({"dispatch_sms": 8}, why="SMs of dispatch"),
+    "dispatch-16": Variant({"dispatch_sms": 16}, why="SMs of dispatch"),
+    "dispatch-24": Variant({"dispatch_sms": 24}, why="SMs of dispatch"),
+    "dispatch-32": Variant({"dispatch_sms": 32}, why="SMs of dispatch"),
     "serial": Variant({"serial": True}, why="compute starts when dispatch has ended"),
-    "one-context": Variant({"one_context": True}, why="both kernels without partitions"),
-    "op-stream": Variant(on_op_stream=True, why="the model runs in the compute partition"),
+    "green-contexts": Variant({"green_contexts": True}, why="disjoint SMs by two green contexts"),
     "late-compute": Variant({"late_compute": True}, why="compute takes over the dispatch SMs"),
     "no-late-compute": Variant({"late_compute": False}, why="the dispatch SMs idle afterwards"),
     "no-prefetch": Variant({"prefetch": False}, why="no weights before the routes are known"),

@@ -69,12 +69,6 @@ class Entry:
     def key(self) -> str:
         return f"{self.impl.name} {self.variant}"
 
-    @property
-    def foreign(self) -> str:
-        """Which graph holds the foreign kernels in the context that this one has them in."""
-        own = self.session is not None and self.session.stream is not None
-        return f"{FOREIGN} {self.key}" if own else FOREIGN
-
     def fail(self, error: str) -> None:
         self.error = self.error or error
         self.columns["correct"] = False
@@ -235,8 +229,7 @@ class Runner:
 
         def capture() -> None:
             assert entry.session is not None
-            session = entry.session
-            entry.graphs = timing.make_graphs(inputs, session.layer, session.stream)
+            entry.graphs = timing.make_graphs(inputs, entry.session.layer)
 
         def check() -> None:
             session, graphs = entry.session, entry.graphs
@@ -269,14 +262,10 @@ class Runner:
         ready = [entry for entry in entries if entry.graphs is not None]
         if not ready:
             return
-        graphs = {}
+        foreign = timing.make_graphs(inputs, None)
+        graphs = {FOREIGN: foreign.whole, FOREIGN + ONE: foreign.one}
         for entry in ready:
             assert entry.graphs is not None
-            assert entry.session is not None
-            if entry.foreign not in graphs:
-                foreign = timing.make_graphs(inputs, None, entry.session.stream)
-                graphs[entry.foreign] = foreign.whole
-                graphs[entry.foreign + ONE] = foreign.one
             graphs[entry.key] = entry.graphs.whole
             graphs[entry.key + ONE] = entry.graphs.one
         times: dict[str, list[float]] = {}
@@ -308,18 +297,18 @@ class Runner:
         def samples(name: str, base: str, count: int) -> list[float]:
             return slowest([layer_times(t[name], t[base], count) for t in by_rank])
 
-        whole = samples(entry.key, entry.foreign, layers)
+        whole = samples(entry.key, FOREIGN, layers)
         summary = summarize(whole)
         entry.columns |= {
             "median_us": summary.median_us,
             "p10_us": summary.p10_us,
             "p90_us": summary.p90_us,
-            "one_layer_us": timing.median(samples(entry.key + ONE, entry.foreign + ONE, 1)),
+            "one_layer_us": timing.median(samples(entry.key + ONE, FOREIGN + ONE, 1)),
             "samples_us": [round(t, 3) for t in whole],
             "graph_us": [round(timing.median(t[entry.key]), 3) for t in by_rank],
-            "foreign_us": [round(timing.median(t[entry.foreign]), 3) for t in by_rank],
+            "foreign_us": [round(timing.median(t[FOREIGN]), 3) for t in by_rank],
             "rank_p50_us": [
-                percentile(layer_times(t[entry.key], t[entry.foreign], layers), 50) for t in by_rank
+                percentile(layer_times(t[entry.key], t[FOREIGN], layers), 50) for t in by_rank
             ],
         }
 

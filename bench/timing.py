@@ -22,13 +22,11 @@ MAX_QUEUED = 200
 """Replays between two waits of a sustained run: a launch queue holds about 1,000."""
 
 
-def capture(
-    call: Callable[[], None], stream: torch.cuda.Stream | None = None
-) -> torch.cuda.CUDAGraph:
-    """What ``call`` enqueues, as a graph whose kernels run in the context of ``stream``."""
+def capture(call: Callable[[], None]) -> torch.cuda.CUDAGraph:
+    """What ``call`` enqueues, as a graph."""
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         call()
     return graph
 
@@ -49,15 +47,11 @@ class Graphs:
     one: torch.cuda.CUDAGraph
 
 
-def make_graphs(
-    inputs: list[Inputs],
-    layer: Callable[[int], None] | None,
-    stream: torch.cuda.Stream | None = None,
-) -> Graphs:
+def make_graphs(inputs: list[Inputs], layer: Callable[[int], None] | None) -> Graphs:
     """Capture; ``layer`` enqueues layer n, None is the foreign kernels only."""
     return Graphs(
-        capture(lambda: run_layers(inputs, layer), stream),
-        capture(lambda: run_layers(inputs[:1], layer), stream),
+        capture(lambda: run_layers(inputs, layer)),
+        capture(lambda: run_layers(inputs[:1], layer)),
     )
 
 

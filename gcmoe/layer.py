@@ -65,8 +65,7 @@ class Layer:
 
         Raises:
             TypeError, ValueError: a dtype, shape, device or layout is wrong; values are not read.
-            CaptureError: in a capture, before any eager call of the operator; or an eager call on
-                ``op.stream``.
+            CaptureError: in a capture, before any eager call of the operator.
             DeviceFault: an earlier call failed on the device; see :meth:`MoE.check`.
             OperatorClosed: after ``close()``.
         """
@@ -101,8 +100,6 @@ class Layer:
         if devices.is_capturing():
             self._capture(values, handle)
             return out
-        if handle == op._own_stream:
-            raise CaptureError("op.stream is for captures: make eager calls on another stream")
         if values != self._last:
             self._last = ()
             self._store(values)

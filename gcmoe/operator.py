@@ -73,9 +73,10 @@ class MoE:
         group: a ``torch.distributed`` process group of R ranks, one GPU each; None is one rank.
         serial: run dispatch before compute, not beside it: slower, for debuggers and comparisons.
             Needs a ring that holds every block of a replay.
-        one_context: launch in the primary context, without partitions; for comparisons.
+        green_contexts: give dispatch and compute disjoint SMs by CUDA Green Contexts; 7 us slower
+            (decision 13), for comparisons.
         prefetch: compute loads weights before it knows the routes; False is for comparisons.
-        dispatch_sms: SMs of the dispatch partition, rounded up by the driver; None decides by
+        dispatch_sms: SMs that dispatch runs on, rounded up to a multiple of 8; None decides by
             capacity.
         ring_slots: S, a power of two; None decides by capacity.
         late_compute: whether compute takes over the SMs of dispatch once that has ended; None
@@ -109,7 +110,7 @@ class MoE:
         group: Any | None = None,
         *,
         serial: bool = False,
-        one_context: bool = False,
+        green_contexts: bool = False,
         prefetch: bool = True,
         dispatch_sms: int | None = None,
         ring_slots: int | None = None,
@@ -141,7 +142,7 @@ class MoE:
             current.enter_context(devices.guard(self.device))
             if devices.is_capturing():
                 raise CaptureError("an operator cannot be created inside a graph capture")
-            launch = {"serial": serial, "one_context": one_context, "initial": self._initial}
+            launch = {"serial": serial, "green_contexts": green_contexts, "initial": self._initial}
             return plan, arguments_fingerprint(plan, arch=self._arch, **launch, **build)
 
         build = {"trace": trace, "jitter_ns": jitter_ns, "prefetch": prefetch}
@@ -151,7 +152,7 @@ class MoE:
             self._ranks.require_equal(fingerprint)
             self._ranks.together(
                 "creating the operator",
-                lambda: self._prepare(draft, cache_dir, one_context, build),
+                lambda: self._prepare(draft, cache_dir, green_contexts, build),
             )
             self._ranks.require_equal(build_fingerprint(self.plan, self._kernels))
             if self.num_ranks > 1:
@@ -181,14 +182,12 @@ class MoE:
         self,
         draft: LayerPlan,
         cache_dir: str | os.PathLike[str] | None,
-        one_context: bool,
+        green_contexts: bool,
         build: dict[str, Any],
     ) -> None:
         """What needs no peer: partition, plan, kernels."""
         devices.require_device(self.device)
-        self._partition: Partition = get_partition(self.device, draft.dispatch_sms, one_context)
-        own = self._partition.compute.stream
-        self._own_stream = -1 if own is None else int(own)
+        self._partition: Partition = get_partition(self.device, draft.dispatch_sms, green_contexts)
         self.report: PartitionReport = self._partition.report
         given, rest = self.report.dispatch_sms, self.report.compute_sms
         self.plan = make_plan(
@@ -211,9 +210,10 @@ class MoE:
             role: load_kernel(spec, get_kernel(spec, cache_dir), self._index, self._partition)
             for role, spec in self._specs.items()
         }
+        split = self._partition.is_split
         self._grids = {
             Role.DISPATCH: self.plan.dispatch_sms,
-            Role.COMPUTE: self.plan.compute_sms,
+            Role.COMPUTE: self.plan.compute_sms + (0 if split else self.plan.late_ctas),
             Role.FINALIZE: finalize_grid(self.config, self.plan.compute_sms),
         }
         if self.num_ranks > 1:
@@ -229,7 +229,7 @@ class MoE:
         self._traces: dict[Role, Tensor] = {}
         for role, spec in self._specs.items():
             if spec.trace:
-                ctas = self._grids[role] + (self.plan.late_ctas if role == Role.COMPUTE else 0)
+                ctas = self.plan.compute_ctas if role == Role.COMPUTE else self._grids[role]
                 self._traces[role] = torch.zeros(
                     (ctas, TRACE_WORDS), dtype=torch.int64, device=self.device
                 )
@@ -254,7 +254,7 @@ class MoE:
                 spin_budget_ns=round(self.config.spin_budget_s * shares[role] * 1e9),
             )
         blocks[Role.COMPUTE].encode_ring_maps(self._workspace.address)
-        blocks[Role.FINALIZE].set(compute_ctas=self.plan.compute_sms + self.plan.late_ctas)
+        blocks[Role.FINALIZE].set(compute_ctas=self.plan.compute_ctas)
         return blocks
 
     def _arguments(self, call: int, weights: Packed) -> dict[Role, Arguments]:
@@ -268,7 +268,7 @@ class MoE:
     def _graph(self, blocks: dict[Role, Arguments]) -> LayerGraph:
         """A replay with these arguments."""
         late = None
-        if self.plan.late_ctas:
+        if self.plan.late_ctas and self._partition.is_split:
             late = blocks[Role.COMPUTE].copy()
             if Role.COMPUTE in self._traces:
                 late.set(trace=self._traces[Role.COMPUTE][self.plan.compute_sms].data_ptr())
@@ -280,8 +280,7 @@ class MoE:
 
         def make_graph(shares: dict[Role, float]) -> LayerGraph:
             # Compute may load the weights of its first tiles before it knows that it needs none.
-            ctas = self.plan.compute_sms + self.plan.late_ctas
-            size = probe.weight_bytes(self.plan.workspace, ctas)
+            size = probe.weight_bytes(self.plan.workspace, self.plan.compute_ctas)
             room[:] = [torch.empty(size, dtype=torch.uint8, device=self.device)]
             blocks = self._blocks(shares)
             names = WEIGHTS[self.family]
@@ -330,25 +329,6 @@ class MoE:
         layer = Layer(self, packed, call)
         self._layers.append(layer)
         return layer
-
-    @property
-    def stream(self) -> torch.cuda.ExternalStream:
-        """A stream of the compute partition, for the rest of the model where the caller can.
-
-        Work on it has ``plan.compute_sms`` SMs. The edges between it and compute and finalize stay
-        inside one context: a layer between two kernels on this stream is 1.2 to 2 us faster than
-        between kernels of the primary context (H200, graph replay). For captures, as in
-        ``torch.cuda.graph(graph, stream=op.stream)``; replay the graph on an ordinary stream. Eager
-        calls on it are refused (decision 12).
-
-        Raises:
-            OperatorClosed: after ``close()``.
-            UnsupportedDevice: an operator in one context has no partition.
-        """
-        self._require_open()
-        if self._own_stream < 0:
-            raise UnsupportedDevice("op.stream requires two contexts; this operator has one")
-        return torch.cuda.ExternalStream(self._own_stream, device=self.device)
 
     def stats(self) -> Stats:
         """Rows received by each local expert, and ids masked. Waits for the device.

@@ -283,7 +283,7 @@ def examine(case: Case, n: int, spec: KernelSpec, run: Backend) -> Found:
 
 
 def run_on_gpu(device: torch.device) -> Backend:
-    """Runs the kernel in the compute partition of a GPU, as a layer does."""
+    """Runs the kernel on as many SMs of a GPU as compute has in a layer."""
 
     def run(spec: KernelSpec, workspace: Tensor, packed: PackedWeightsSm100) -> Tensor:
         with devices.guard(device):

@@ -38,8 +38,6 @@ class Session(ABC):
     """One implementation and variant, ready to run the layers of one case."""
 
     rule: Rule
-    stream: torch.cuda.Stream | None = None
-    """What its graphs are captured on, foreign kernels included; None is any stream."""
 
     @abstractmethod
     def layer(self, n: int) -> None:

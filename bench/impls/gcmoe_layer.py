@@ -127,10 +127,7 @@ class GcMoE(Impl):
         chosen = VARIANTS[variant]
         op = gcmoe.MoE(chosen.config(case), world.group, trace=trace, **chosen.options)
         try:
-            session = GcMoESession(op, weights, inputs)
-            if chosen.on_op_stream:
-                session.stream = op.stream
-            return session
+            return GcMoESession(op, weights, inputs)
         except BaseException:
             op.close()
             raise

@@ -87,7 +87,7 @@ def await_header(address: Any, is_mine: Any, index: Any, peer: Any, env: dict):
 
 
 class DispatchKernel:
-    """One CTA of 1024 threads on each SM of the dispatch partition.
+    """CTAs of 1024 threads, one on an SM, which wait for each other.
 
     =====  ==========================================================================  ==========
     step   what                                                                        barriers
@@ -213,6 +213,8 @@ class DispatchKernel:
             "warp": U32(warp),
             "cta": U32(cta),
         }
+        # Compute may start: every CTA of dispatch has its SM.
+        ptx.release_dependents()
         sync.jitter(self.spec, s["tid"], s["cta"])
         self.record_start(s)
         # Everything that does not depend on the generation is loaded first.

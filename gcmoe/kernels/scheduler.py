@@ -85,6 +85,8 @@ class SchedulerSteps(ABC):
                 ptx.mbarrier_arrive(at["item"] + q * 8)
                 if kind == U32(int(Kind.STOP)):
                     go = I32(0)
+                    # Dispatch has ended long ago; now its end is before ours also for the graph.
+                    ptx.await_prerequisites()
                     sync.publish(COMPUTE_DONE, workspace + offsets["compute_done"], U32(1))
                     ptx.release_dependents()
                 else:

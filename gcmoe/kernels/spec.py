@@ -35,7 +35,7 @@ class KernelSpec:
         num_experts: E over all ranks.
         clamp: limit of the clamped SwiGLU, None for none.
         tiles: tile plan of the compute kernel, a ``TilePlan`` or ``TilePlanSm100`` by family.
-        dispatch_ctas: grid of dispatch, one CTA per SM of its partition.
+        dispatch_ctas: grid of dispatch, one CTA per SM.
         trace: record in-kernel timestamps; costs nothing when off.
         jitter_ns: for tests, every CTA starts late by a pseudo-random time below this; nothing is
             emitted when 0.

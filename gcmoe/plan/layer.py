@@ -1,4 +1,4 @@
-"""What a layer runs as: SM split, tiles, ring size."""
+"""What a layer runs as: CTAs, tiles, ring size."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ USUAL_CAPACITIES = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 
 @dataclass(frozen=True, slots=True)
 class SplitRow:
-    """SMs of the dispatch partition at capacities up to ``max_tokens``.
+    """SMs of dispatch at capacities up to ``max_tokens``.
 
     Args:
         max_tokens: the largest capacity, in tokens of a rank, that the row is for.
@@ -43,12 +43,13 @@ SPLIT_TABLE = (
     SplitRow(
         16, 8, False, "H200",
         "dispatch alone, two ranks, to the last block, 8 against 16 SMs: 7.1 and 6.9 us at T = 1, "
-        "7.9 and 7.6 at T = 8; compute has 8 SMs more. Returning them costs 1 us (decision 9)",
+        "7.9 and 7.6 at T = 8. Whole layer: returning them costs 1.4 us at T = 1, nothing at 8",
     ),
     SplitRow(
-        MAX_TOKENS, 16, True, "H200",
-        "the same: 14.4 and 11.3 us at T = 64, 42 and 31 at T = 256; 24 or 32 SMs made a whole "
-        "layer 0 to 18 us slower at T = 64 to 256 (decision 7). Returning them: decision 9",
+        MAX_TOKENS, 32, True, "H200",
+        "whole layer, 16, 24, 32, 48, 64 and 96 SMs: 112.0, 111.1, 111.4, 111.6, 112.0, 114.6 us "
+        "at T = 32; 116.8, 116.3, 116.4, 116.8, 116.9, 119.7 at 64; 131.8, 130.9, 129.8, 131.3, "
+        "132.6, 134.2 at 128; 175.0, 172.6, 171.7, 171.9, 172.0, 175.4 at 256 (V4-Flash share)",
     ),
 )  # fmt: skip
 """By capacity, ascending."""
@@ -148,13 +149,19 @@ class LayerPlan:
     num_sms: int
     dispatch_sms: int
     late_ctas: int
-    """CTAs of compute that run in the dispatch partition once dispatch has ended."""
+    """CTAs of compute that run on the SMs of dispatch once it has left them."""
     tiles: Any
     workspace: WorkspaceShape
 
     @property
     def compute_sms(self) -> int:
+        """SMs that compute has from the start."""
         return self.num_sms - self.dispatch_sms
+
+    @property
+    def compute_ctas(self) -> int:
+        """All CTAs of compute."""
+        return self.compute_sms + self.late_ctas
 
 
 def round_width(tiles: TilePlan, rows: int) -> int:
@@ -198,15 +205,15 @@ def make_plan(
         config: the layer.
         num_ranks: R, ranks of the group.
         num_sms: SMs of the GPU.
-        dispatch_sms: SMs of the dispatch partition; None takes them from :data:`SPLIT_TABLE`.
-            Rounded up to a multiple of 8, as the driver does.
+        dispatch_sms: SMs of dispatch; None takes them from :data:`SPLIT_TABLE`. Rounded up to a
+            multiple of 8, as the driver does for green contexts.
         ring_slots: S; None takes the power of two that holds every block, within 256 MiB.
         late_compute: whether compute runs on the dispatch SMs too once dispatch has ended; None
             takes it from :data:`SPLIT_TABLE`.
         family: of kernels; decides tiles and the form of activation scales.
 
     Raises:
-        ValueError: a limit of the configuration, of the partition or of dispatch is exceeded.
+        ValueError: a limit of the configuration, of the SMs or of dispatch is exceeded.
     """
     local_experts = config.local_experts(num_ranks)
     split = choose_split(config.max_tokens)

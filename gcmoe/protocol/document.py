@@ -39,7 +39,7 @@ EXAMPLE = WorkspaceShape(
     num_slots=256,
     slot_rows=32,
     block_rows=32,
-    header_words=16,
+    header_words=32,
 )
 """DeepSeek-V4.1-Flash on eight ranks, 64 tokens a rank."""
 

@@ -19,7 +19,7 @@ ROLES = (Role.DISPATCH, Role.COMPUTE, Role.FINALIZE)
 def node_parameters(kernel: LoadedKernel, context: Any, grid: int, arguments: Arguments) -> Any:
     """``CUDA_KERNEL_NODE_PARAMS`` that read ``arguments`` whenever they are used.
 
-    ``func`` stays unset: with it the driver would ignore ``ctx`` and with it the partition.
+    ``func`` stays unset: with it the driver would ignore ``ctx``.
     """
     parameters = driver.cu.CUDA_KERNEL_NODE_PARAMS()
     parameters.kern = kernel.kernel
@@ -32,25 +32,27 @@ def node_parameters(kernel: LoadedKernel, context: Any, grid: int, arguments: Ar
 
 
 class LayerGraph:
-    """dispatch and compute in parallel, finalize behind compute; ``serial`` adds an edge between.
+    """The three roles of a replay as nodes of a graph.
 
-    With ``late``, compute has a second node, in the dispatch partition behind dispatch: its CTAs
-    take tickets like all others, so the SMs of dispatch do not idle for the rest of the replay.
+    In the primary context each role hangs on the one before by a programmatic edge. The CTAs of
+    dispatch release compute when they start, so all of them have an SM before compute gets any:
+    without the edge compute sometimes comes first and keeps the SM that it waits for. CTAs of
+    compute beyond the SMs that are free start as dispatch leaves its own. The CTAs of compute
+    release finalize when they take no more tickets, so finalize gets the SMs that compute leaves.
+    Each role waits for the end of the one before, so finalize, the only leaf, ends last.
 
-    Finalize hangs on compute by a programmatic edge, which keeps it off the SMs that compute needs:
-    it takes those that compute leaves, waits for both nodes of compute in memory, and its last CTA
-    for the end of the one that it hangs on. So the leaves of the graph, finalize and late compute
-    or dispatch, end after all else. An edge from the other context into it would cost 2 us.
+    In two green contexts dispatch and compute start side by side, each in its own. ``late``, a
+    second node of compute in dispatch's context behind dispatch, takes tickets like the first;
+    finalize waits for both in memory, as an edge from the other context would cost 2 us.
 
-    Dispatch is added first. The template graph is what captures clone; the executable graph serves
-    eager calls and takes new arguments without affecting launches already enqueued.
+    The template graph is what captures clone; the executable graph serves eager calls and takes new
+    arguments without affecting launches already enqueued.
 
     Args:
         kernels, arguments, grids: by role; the argument blocks are read again at every update.
-        partition: dispatch and late compute run in its dispatch context, the others in its compute
-            context.
+        partition: where they run.
         serial: compute starts after dispatch has ended.
-        late: arguments of late compute, one CTA per SM of the dispatch partition; None for none.
+        late: arguments of late compute, one CTA per SM of dispatch; None for none.
     """
 
     def __init__(
@@ -65,13 +67,15 @@ class LayerGraph:
         self._arguments = arguments, late  # the nodes read them
         self._parameters: dict[Role, Any] = {}
         for role in ROLES:
-            green = partition.dispatch if role == Role.DISPATCH else partition.compute
+            part = partition.dispatch if role == Role.DISPATCH else partition.compute
             self._parameters[role] = node_parameters(
-                kernels[role], green.context, grids[role], arguments[role]
+                kernels[role], part.context, grids[role], arguments[role]
             )
         self._graph = driver.call("cuGraphCreate", 0)
         dispatch = self._add(Role.DISPATCH, [])
         compute = self._add(Role.COMPUTE, [dispatch] if serial else [])
+        if not (serial or partition.is_split):
+            self._add_programmatic_edge(dispatch, compute)
         if late is not None:
             context, grid = partition.dispatch.context, grids[Role.DISPATCH]
             parameters = node_parameters(kernels[Role.COMPUTE], context, grid, late)

@@ -1,8 +1,8 @@
 """Cubins on a device.
 
 Kernels load lazily: the first launch of one may wait for running kernels, and a partner that spins
-meanwhile spins until its time-out. So every kernel is loaded into both green contexts before the
-first launch, whatever ``CUDA_MODULE_LOADING`` says.
+meanwhile spins until its time-out. So every kernel is loaded into its contexts before the first
+launch, whatever ``CUDA_MODULE_LOADING`` says.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _images: list[tuple[Any, bytes]] = []
 def load_kernel(
     spec: KernelSpec, compiled: CompiledKernel, index: int, partition: Partition
 ) -> LoadedKernel:
-    """Load a cubin and force its kernel into both contexts of a partition.
+    """Load a cubin and force its kernel into the contexts of a partition.
 
     Args:
         index: of the device.
@@ -68,7 +68,7 @@ def load_kernel(
         DriverError: the driver refuses the image, its shared memory or its threads.
         GCMoEError: the kernel's parameters differ from the spec.
     """
-    contexts = tuple(int(part.context) for part in partition.contexts)
+    contexts = tuple(int(context) for context in partition.contexts)
     key = index, compiled.checksum, contexts
     with _lock:
         if key not in _loaded:
@@ -88,8 +88,8 @@ def _load(
     check_parameters(kernel, spec)
     detail = f"{compiled.symbol}, {compiled.smem_bytes} bytes"
     driver.call("cuKernelSetAttribute", smem, compiled.smem_bytes, kernel, device, detail=detail)
-    for green in partition.contexts:
-        with driver.current(green.context):
+    for context in partition.contexts:
+        with driver.current(context):
             function = driver.call("cuKernelGetFunction", kernel, detail=compiled.symbol)
             driver.call("cuFuncLoad", function, detail=compiled.symbol)
             # Both the kernel and its function of each context: nodes are added by kernel.

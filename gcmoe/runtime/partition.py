@@ -1,13 +1,14 @@
-"""Two disjoint SM partitions of a device, one green context each.
+"""Where the kernels of a layer run: in the primary context, or in two green contexts.
 
-The driver promises disjoint SMs, not that kernels in both partitions run at once: see
+In the primary context the two parts are numbers of CTAs only. Green contexts give them disjoint
+SMs, for comparisons; the driver does not promise that kernels in both run at once: see
 ``UnsupportedConcurrency``.
 """
 
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,11 +23,11 @@ class PartitionReport:
 
     Args:
         device: index of the GPU.
-        num_sms: SMs that the device offers for partitions.
+        num_sms: SMs that the device offers.
         requested: SMs asked for dispatch.
-        dispatch_sms, compute_sms: SMs of the two partitions.
-        granule: step in which the driver cuts.
-        work_queues: "balanced", or why not.
+        dispatch_sms, compute_sms: SMs of the two parts.
+        granule: step in which the driver cuts; 1 if it need not.
+        work_queues: of two green contexts "balanced", or why not; else of which context.
     """
 
     device: int
@@ -47,26 +48,46 @@ class PartitionReport:
 
 
 @dataclass(frozen=True, slots=True)
-class GreenContext:
-    """A green context, as a plain context, and a stream on it; both unset in an undivided one."""
+class Part:
+    """SMs for kernels.
 
-    green: Any
+    Args:
+        context: the primary one, or a green one as a plain context.
+        sms: how many.
+        green: the green context, or None.
+        stream: one of the green context, or None.
+    """
+
     context: Any
-    stream: Any
     sms: int
+    green: Any = None
+    stream: Any = None
 
 
 @dataclass(frozen=True, slots=True)
 class Partition:
-    """The two green contexts of a split; they live as long as the process."""
+    """The two parts of a device; contexts live as long as the process."""
 
-    dispatch: GreenContext
-    compute: GreenContext
+    dispatch: Part
+    compute: Part
     report: PartitionReport
 
     @property
-    def contexts(self) -> tuple[GreenContext, GreenContext]:
-        return self.dispatch, self.compute
+    def is_split(self) -> bool:
+        """Whether the parts are green contexts of their own."""
+        return self.compute.green is not None
+
+    @property
+    def contexts(self) -> tuple[Any, ...]:
+        """The different contexts."""
+        parts = (self.dispatch, self.compute) if self.is_split else (self.compute,)
+        return tuple(part.context for part in parts)
+
+
+def _offered(device: Any) -> Any:
+    """The SMs that the driver offers this process, as a resource."""
+    sm_type = driver.cu.CUdevResourceType.CU_DEV_RESOURCE_TYPE_SM
+    return driver.call("cuDeviceGetDevResource", device, sm_type)
 
 
 def balanced_work_queue(device: Any) -> tuple[Any | None, str]:
@@ -87,7 +108,7 @@ def balanced_work_queue(device: Any) -> tuple[Any | None, str]:
     return resource, "balanced"
 
 
-def _green_context(device: Any, resources: list[Any], sms: int) -> GreenContext:
+def _green_context(device: Any, resources: list[Any], sms: int) -> Part:
     cu = driver.cu
     desc = driver.call("cuDevResourceGenerateDesc", resources, len(resources))
     flag = cu.CUgreenCtxCreate_flags.CU_GREEN_CTX_DEFAULT_STREAM
@@ -95,7 +116,7 @@ def _green_context(device: Any, resources: list[Any], sms: int) -> GreenContext:
     context = driver.call("cuCtxFromGreenCtx", green)
     non_blocking = cu.CUstream_flags.CU_STREAM_NON_BLOCKING
     stream = driver.call("cuGreenCtxStreamCreate", green, non_blocking, 0)
-    return GreenContext(green, context, stream, sms)
+    return Part(context, sms, green, stream)
 
 
 def create_partition(index: int, dispatch_sms: int) -> Partition:
@@ -108,10 +129,8 @@ def create_partition(index: int, dispatch_sms: int) -> Partition:
     Raises:
         UnsupportedDevice: the device cannot be split so.
     """
-    cu = driver.cu
     device = driver.call("cuDeviceGet", index)
-    sm_type = cu.CUdevResourceType.CU_DEV_RESOURCE_TYPE_SM
-    offered = driver.call("cuDeviceGetDevResource", device, sm_type)
+    offered = _offered(device)
     try:
         groups, count, rest = driver.call(
             "cuDevSmResourceSplitByCount", 1, offered, 0, dispatch_sms
@@ -144,7 +163,7 @@ def create_partition(index: int, dispatch_sms: int) -> Partition:
 
 def _two_contexts(
     device: Any, group: Any, rest: Any, queue: Any | None, counts: tuple[int, int]
-) -> tuple[GreenContext, GreenContext]:
+) -> tuple[Part, Part]:
     extra = [] if queue is None else [queue]
     return (
         _green_context(device, [group, *extra], counts[0]),
@@ -152,29 +171,44 @@ def _two_contexts(
     )
 
 
-def undivided(partition: Partition) -> Partition:
-    """The same split on paper, both parts in the primary context of the device, for comparisons."""
-    device = driver.call("cuDeviceGet", partition.report.device)
+def whole_device(index: int, dispatch_sms: int) -> Partition:
+    """Both parts in the primary context.
+
+    Args:
+        index: of the GPU; its primary context exists.
+        dispatch_sms: CTAs of dispatch.
+
+    Raises:
+        UnsupportedDevice: the device has no more SMs than that.
+    """
+    device = driver.call("cuDeviceGet", index)
+    total = int(_offered(device).sm.smCount)
+    if dispatch_sms >= total:
+        raise UnsupportedDevice(
+            f"more than the {dispatch_sms} SMs of dispatch are required; GPU {index} has {total}"
+        )
     context = driver.call("cuDevicePrimaryCtxRetain", device)
-    dispatch, compute = (
-        replace(part, green=None, context=context, stream=None) for part in partition.contexts
+    report = PartitionReport(
+        index, total, dispatch_sms, dispatch_sms, total - dispatch_sms, 1, "of the primary context"
     )
-    report = replace(partition.report, work_queues="one context for both")
-    return Partition(dispatch, compute, report)
+    return Partition(Part(context, dispatch_sms), Part(context, report.compute_sms), report)
 
 
 _lock = threading.Lock()
-_partitions: dict[tuple[int, int], Partition] = {}
+_partitions: dict[tuple[int, int, bool], Partition] = {}
 
 
-def get_partition(device: torch.device, dispatch_sms: int, one_context: bool = False) -> Partition:
+def get_partition(
+    device: torch.device, dispatch_sms: int, green_contexts: bool = False
+) -> Partition:
     """The partition of this process for a device and a dispatch size; made on first use.
 
     Args:
-        one_context: the undivided one.
+        green_contexts: two green contexts, not the primary one.
     """
-    key = device.index or 0, dispatch_sms
+    key = device.index or 0, dispatch_sms, green_contexts
     with _lock:
         if key not in _partitions:
-            _partitions[key] = create_partition(*key)
-        return undivided(_partitions[key]) if one_context else _partitions[key]
+            make = create_partition if green_contexts else whole_device
+            _partitions[key] = make(*key[:2])
+        return _partitions[key]

@@ -25,7 +25,6 @@ class StopWatchGraph:
     """Runs its work again at each replay."""
 
     work: Callable[[], None]
-    stream: Any = None
 
     def replay(self) -> None:
         self.work()

@@ -59,7 +59,7 @@ def test_variants_plan_or_say_why_not(name):
         plan = make_plan(VARIANTS[name].config(case))
         assert plan.config.max_tokens >= tokens
     far = impl.unfit(Case("deepseek-v4-flash", 4096), name)
-    assert ("max_tokens" in far) == (name in ("capacity-8x", "capacity-64x"))
+    assert ("max_tokens" in far) == (name == "capacity-64x")
 
 
 def test_presets_name_what_exists():

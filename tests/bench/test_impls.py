@@ -119,11 +119,11 @@ def test_compiling_ahead_takes_each_kernel_once_and_names_what_cannot_be(monkeyp
         return SimpleNamespace(from_cache=True)
 
     monkeypatch.setattr(gcmoe_layer, "get_kernel", get_kernel)
-    cases = [Case("glm-5.2", t, 2) for t in (7, 8, 256)]
+    cases = [Case("glm-5.2", t, 2) for t in (7, 8, 512)]
     count = gcmoe_layer.compile_kernels(
         cases, ("default", "no-prefetch", "capacity-64x"), trace=True, say=said.append
     )
     assert count == len(taken) == len(set(taken))
     assert {spec.trace for spec in taken} == {False, True}
     assert {spec.prefetch for spec in taken} == {False, True}
-    assert [text for text in said if "max_tokens" in text and "T = 256" in text]
+    assert [text for text in said if "max_tokens" in text and "T = 512" in text]

@@ -3,9 +3,8 @@
 import math
 
 import pytest
-from on_cpu import OracleImpl, OracleSession
+from on_cpu import OracleImpl
 
-from bench import timing
 from bench.cases import Case
 from bench.schema import ROW, Field
 
@@ -55,21 +54,3 @@ def test_the_budget_ends_a_run(make_runner):
     runner = make_runner([OracleImpl()], budget_s=math.inf)
     assert runner.has_time()
     assert not make_runner([OracleImpl()], budget_s=0.0).has_time()
-
-
-def test_a_stream_of_its_own_has_foreign_kernels_of_its_own(make_runner, monkeypatch):
-    """Those of another context take another time, which must not count as the layer's."""
-    stream = object()
-    monkeypatch.setattr(OracleSession, "stream", stream)
-    seen = {}
-
-    def times(graphs, replays):
-        seen.update(graphs)
-        return {name: [30.0 if name.startswith("gcmoe") else 10.0] * replays for name in graphs}
-
-    monkeypatch.setattr(timing, "replay_times", times)
-    (row,) = run(make_runner, OracleImpl())
-    assert {graph.stream for graph in seen.values()} == {stream}
-    assert len(seen) == 4
-    assert row["median_us"] == pytest.approx(10.0)
-    assert row["one_layer_us"] == pytest.approx(20.0)

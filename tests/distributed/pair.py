@@ -22,7 +22,7 @@ from gcmoe.errors import DeviceFault
 from gcmoe.numerics import ExpertWeights, PackedWeights, pack
 from gcmoe.runtime import driver
 from gcmoe.runtime.group import RankGroup
-from gcmoe.runtime.partition import GreenContext, Partition
+from gcmoe.runtime.partition import Part, Partition
 
 GROUP_LIMIT_S = 30.0
 MEET_LIMIT_S = 30.0
@@ -51,7 +51,7 @@ def differences(y: Tensor, wanted: Tensor) -> Tensor:
 
 
 class Squatter:
-    """A kernel that holds whole SMs of a partition: each CTA takes all shared memory of its SM."""
+    """A kernel that holds whole SMs of a part: each CTA takes all shared memory of its SM."""
 
     def __init__(self, partition: Partition, index: int) -> None:
         self.partition = partition
@@ -63,12 +63,13 @@ class Squatter:
         gpu = driver.call("cuDeviceGet", index)
         driver.call("cuKernelSetAttribute", smem, SQUAT_BYTES, kernel, gpu)
         self._functions = {}
-        for green in partition.contexts:
-            with driver.current(green.context):
+        for context in partition.contexts:
+            with driver.current(context):
                 function = driver.call("cuKernelGetFunction", kernel)
                 driver.call("cuFuncLoad", function)
                 driver.call("cuFuncSetAttribute", function, smem, SQUAT_BYTES)
-            self._functions[int(green.context)] = function
+            self._functions[int(context)] = function
+        self._own = torch.cuda.Stream(index)
 
     @staticmethod
     def _compile() -> bytes:
@@ -82,16 +83,16 @@ class Squatter:
         check(nvrtc.nvrtcGetCUBIN(program, image))
         return image
 
-    def hold(self, green: GreenContext, ctas: int, seconds: float) -> None:
-        """Occupy ``ctas`` SMs of a partition; returns when the kernel surely runs."""
+    def hold(self, part: Part, ctas: int, seconds: float) -> None:
+        """Occupy ``ctas`` SMs of a part's context; returns when the kernel surely runs."""
         value = ctypes.c_uint64(round(seconds * 1e9))
         pointers = (ctypes.c_void_p * 1)(ctypes.addressof(value))
-        with driver.current(green.context):
+        with driver.current(part.context):
             driver.call(
                 "cuLaunchKernel",
-                self._functions[int(green.context)],
+                self._functions[int(part.context)],
                 *(ctas, 1, 1, 32, 1, 1, SQUAT_BYTES),
-                green.stream,
+                part.stream if part.stream is not None else self._own.cuda_stream,
                 ctypes.addressof(pointers),
                 0,
             )

@@ -16,6 +16,7 @@ from torch import Tensor
 from gcmoe.errors import CallMismatch, DeviceFault, GCMoEError, OverlappingReplays, PeerTimeout
 from gcmoe.protocol import Cell, Role
 from gcmoe.runtime.faults import ABORTED_BY_PEER
+from gcmoe.runtime.partition import Part
 
 NAME = "tiny"
 BUDGET_S = 0.5
@@ -112,8 +113,8 @@ def delayed_role(pair: Pair) -> dict[str, Any]:
     squatter = pair.squatter(s.op)
     pair.meet("delay")
     if pair.rank == 0:
-        green = s.op._partition.dispatch
-        squatter.hold(green, green.sms, 2 * BUDGET_S + GRACE_S)
+        part = s.op._partition.dispatch
+        squatter.hold(part, s.op.report.num_sms, 2 * BUDGET_S + GRACE_S)
     fault, seconds = fault_of(s.call_and_check)
     if pair.rank == 1:
         expect_timeout(fault, seconds, Role.DISPATCH, Cell.RECV_HEADER, 0)
@@ -193,7 +194,7 @@ def reset_names_missing_ranks(pair: Pair) -> dict[str, Any]:
 
 def overlapping_graphs(pair: Pair) -> dict[str, Any]:
     """Two graphs at once: compute of the first is held back, so dispatch of the second meets it."""
-    s = Setting(pair)
+    s = Setting(pair, green_contexts=True)
     batch = s.batches[0 if pair.rank == 0 else -1]
     wanted = call(s.layer, batch).clone()
     outputs = [torch.zeros_like(batch.x) for _ in range(2)]
@@ -204,8 +205,8 @@ def overlapping_graphs(pair: Pair) -> dict[str, Any]:
     squatter = pair.squatter(s.op)
     torch.cuda.synchronize()
     pair.meet("overlap")
-    green = s.op._partition.compute
-    squatter.hold(green, green.sms, SQUAT_S)
+    part = s.op._partition.compute
+    squatter.hold(part, part.sms, SQUAT_S)
     for graph, stream in zip(graphs, streams, strict=True):
         with torch.cuda.stream(stream):
             graph.replay()
@@ -221,27 +222,34 @@ def overlapping_graphs(pair: Pair) -> dict[str, Any]:
 
 
 def squatters(pair: Pair) -> dict[str, Any]:
-    """Another kernel on 1, 8 and all SMs of either partition costs time and nothing else."""
+    """Another kernel on some or all SMs costs time and nothing else."""
     s = Setting(pair, budget_s=3.0)
+    part, sms = s.op._partition.compute, s.op.report.num_sms
+    return squat(pair, s, [(part, ctas, "all") for ctas in (1, 8, sms - 1, sms)])
+
+
+def squatters_in_green_contexts(pair: Pair) -> dict[str, Any]:
+    """Another kernel on 1, 8 and all SMs of either partition costs time and nothing else."""
+    s = Setting(pair, budget_s=3.0, green_contexts=True)
+    parts = (s.op._partition.dispatch, "dispatch"), (s.op._partition.compute, "compute")
+    return squat(pair, s, [(p, ctas, name) for p, name in parts for ctas in (1, 8, p.sms)])
+
+
+def squat(pair: Pair, s: Setting, turns: list[tuple[Part, int, str]]) -> dict[str, Any]:
+    """Calls while CTAs of another kernel hold SMs: on one rank in turn, all SMs on both."""
     squatter = pair.squatter(s.op)
     times = {}
-    turn = 0
-    for green, name in (
-        (s.op._partition.dispatch, "dispatch"),
-        (s.op._partition.compute, "compute"),
-    ):
-        for ctas in (1, 8, green.sms):
-            pair.meet("squat")
-            start = time.monotonic()
-            if pair.rank == turn % 2 or ctas == green.sms:
-                squatter.hold(green, ctas, SQUAT_S)
-            pair.replay_checked(s.layer, s.batches, s.wanted, 10)
-            times[f"{name} {ctas}"] = round(time.monotonic() - start, 3)
-            torch.cuda.synchronize()
-            turn += 1
-        least = 0.7 * SQUAT_S
-        held = times[f"{name} {green.sms}"]
-        expect(held > least, f"{name}: all SMs were held, yet the calls took {held} s")
+    for turn, (part, ctas, name) in enumerate(turns):
+        is_all = ctas == (part.sms if s.op._partition.is_split else s.op.report.num_sms)
+        pair.meet("squat")
+        start = time.monotonic()
+        if pair.rank == turn % 2 or is_all:
+            squatter.hold(part, ctas, SQUAT_S)
+        pair.replay_checked(s.layer, s.batches, s.wanted, 10)
+        held = times[f"{name} {ctas}"] = round(time.monotonic() - start, 3)
+        torch.cuda.synchronize()
+        enough = not is_all or held > 0.7 * SQUAT_S
+        expect(enough, f"{name}: all SMs were held, yet the calls took {held} s")
     return times
 
 
@@ -273,14 +281,14 @@ def tiny_eager_and_graphs(pair: Pair) -> dict[str, Any]:
 def peer_killed(pair: Pair) -> dict[str, Any]:
     """Rank 1 dies in the middle of a replay; rank 0 is told, cannot reset, and closes."""
     # Else compute would do all its items on the SMs that dispatch leaves.
-    s = Setting(pair, late_compute=False)
+    s = Setting(pair, late_compute=False, green_contexts=True)
     squatter = pair.squatter(s.op)
     # torchrun ends the survivors of a failed worker: this one has something left to do.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     pair.meet("last")
     if pair.rank == 1:
-        green = s.op._partition.compute
-        squatter.hold(green, green.sms, 5.0)
+        part = s.op._partition.compute
+        squatter.hold(part, part.sms, 5.0)
         s.call(0)
         time.sleep(0.1)
         os.kill(os.getpid(), signal.SIGKILL)

@@ -76,32 +76,6 @@ def test_two_layers_in_a_graph(case: str) -> None:
     problems.finish()
 
 
-def test_a_model_on_the_stream_of_the_compute_partition() -> None:
-    """Captured on it, the bits are those of the default stream; eager calls are refused."""
-    layer, _ = layer_of("flash-64")
-    config = CASES["flash-64"].config
-    batch = make_batch(config, 48, 130)
-    wanted = run(layer, batch)
-    source, y = batch.x.clone(), torch.empty_like(batch.x)
-    stream = layer.op.stream
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        torch.mul(source, 1.0, out=batch.x)
-        layer(batch.x, batch.ids, batch.weights, out=y)
-        after = y.float().mul(2.0)
-    for _ in range(20):
-        batch.x.zero_()
-        y.zero_()
-        graph.replay()
-        layer.op.check(synchronize=True)
-        assert torch.equal(y.view(torch.int16), wanted.view(torch.int16))
-        assert torch.equal(after, 2.0 * wanted.float())
-    with torch.cuda.stream(stream), pytest.raises(CaptureError, match="for captures"):
-        layer(batch.x, batch.ids, batch.weights)
-    del graph
-
-
 def test_graphs_of_several_sizes_mixed_with_eager_calls() -> None:
     layer, _ = layer_of("top-8")
     config = CASES["top-8"].config
@@ -161,17 +135,30 @@ def test_output_may_be_the_input() -> None:
     assert torch.equal(x.view(torch.int16), wanted.view(torch.int16))
 
 
-def test_another_stream_waits_for_the_call_before() -> None:
-    layer, _ = layer_of("flash-64")
-    batch = make_batch(CASES["flash-64"].config, 64, 140)
-    wanted = run(layer, batch).clone()
-    streams = [torch.cuda.Stream() for _ in range(2)]
-    results = []
-    for n in range(12):
-        with torch.cuda.stream(streams[n % 2]):
-            results.append(layer(batch.x, batch.ids, batch.weights))
-    layer.op.check(synchronize=True)
+@pytest.mark.parametrize("green_contexts", [False, True])
+def test_calls_on_changing_streams_with_changing_inputs(green_contexts: bool) -> None:
+    """Each call's y is the bits of its own input, whatever stream it and the last one were on;
+    work behind it on the same stream finds it whole."""
+    config = CASES["flash-64"].config
+    batches = [make_batch(config, t, 140 + t) for t in (64, 33, 1, 48)]
     problems = Problems()
-    for n, y in enumerate(results):
-        problems.expect_equal(f"call {n}", y, wanted)
+    with fresh_operator("flash-64", green_contexts=green_contexts) as op:
+        layer = op.bind(weights_of(config).packed)
+        wanted = [run(layer, batch).clone() for batch in batches]
+        streams = [torch.cuda.current_stream(), torch.cuda.Stream(), torch.cuda.Stream()]
+        outputs = [[torch.empty_like(batch.x) for batch in batches] for _ in streams]
+        torch.cuda.synchronize()
+        results = []
+        for n in range(120):
+            which, side = (n * 3 + n // 7) % len(batches), (n * 5 + n // 4) % len(streams)
+            batch, y = batches[which], outputs[side][which]
+            with torch.cuda.stream(streams[side]):
+                layer(batch.x, batch.ids, batch.weights, out=y if n % 2 else None)
+                y = layer(batch.x, batch.ids, batch.weights, out=y)
+                results.append((which, y.clone()))
+                y.zero_()
+        torch.cuda.synchronize()
+        op.check()
+        for n, (which, y) in enumerate(results):
+            problems.expect_equal(f"call {n}", y, wanted[which])
     problems.finish()

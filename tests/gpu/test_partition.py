@@ -1,4 +1,4 @@
-"""Two partitions at once: where CTAs run, that the kernels overlap, what it is worth."""
+"""Where CTAs run, that dispatch and compute overlap, what it is worth."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from helpers import (
     operator_of,
     replay_times,
     run,
+    weights_of,
 )
 
-from gcmoe.kernels.trace_words import ComputeTrace, DispatchTrace
+from gcmoe.kernels.trace_words import ComputeTrace
 from gcmoe.protocol import Role
 
 pytestmark = pytest.mark.gpu
@@ -27,6 +28,7 @@ REPLAYS = 21
 # Words of a trace record.
 SM, START = 0, 1
 DISPATCH_LAST_ROW = 6
+DISPATCH_END = 7
 COMPUTE_FIRST_BLOCK = 3
 STAMPS = {
     Role.DISPATCH: {
@@ -48,48 +50,84 @@ def sms(records: dict[Role, torch.Tensor], role: Role, first: int = 0, count: in
     return set(records[role][first : first + count, SM].tolist())
 
 
-def test_every_cta_stays_in_its_partition() -> None:
+def test_dispatch_has_its_sms_before_compute_gets_any() -> None:
+    """In every replay; compute comes to the SMs of dispatch when that has left them."""
     layer, _ = layer_of("flash-64-trace")
     op = layer.op
     batch = make_batch(CASES["flash-64-trace"].config, 64, 150)
     run(layer, batch)
-    eager = op.trace_records()
     y = torch.empty_like(batch.x)
     graph = capture(lambda: layer(batch.x, batch.ids, batch.weights, out=y))
     print(op.report.describe())
-    for n in range(5):
-        graph.replay()
+    for n in range(200):
+        if n % 2:
+            graph.replay()
+        else:
+            layer(batch.x, batch.ids, batch.weights, out=y)
         op.check(synchronize=True)
         records = op.trace_records()
-        dispatch, split = sms(records, Role.DISPATCH), op.plan.compute_sms
-        compute, late = sms(records, Role.COMPUTE, 0, split), sms(records, Role.COMPUTE, split)
-        finalize = sms(records, Role.FINALIZE)
-        assert len(dispatch) == op.plan.dispatch_sms == op.report.dispatch_sms, sorted(dispatch)
-        assert len(compute) == op.plan.compute_sms == op.report.compute_sms, sorted(compute)
-        assert not dispatch & compute, f"both roles on SMs {sorted(dispatch & compute)}"
-        assert finalize <= compute, f"finalize on SMs {sorted(finalize - compute)}"
-        assert len(records[Role.COMPUTE]) == split + op.plan.late_ctas == 132
-        assert late == dispatch, f"late compute on SMs {sorted(late)}"
-        assert dispatch == sms(eager, Role.DISPATCH), f"replay {n}: other SMs than eager"
-        assert compute == sms(eager, Role.COMPUTE, 0, split), f"replay {n}: other SMs than eager"
+        dispatch, compute = records[Role.DISPATCH], records[Role.COMPUTE]
+        ended = dict(zip(dispatch[:, SM].tolist(), dispatch[:, DISPATCH_END].tolist(), strict=True))
+        assert len(ended) == op.plan.dispatch_sms, sorted(ended)
+        assert len(compute) == len(sms(records, Role.COMPUTE)) == 132
+        late = [cta for cta in compute.tolist() if cta[SM] in ended]
+        assert len(late) == op.plan.late_ctas == op.plan.dispatch_sms
+        assert all(cta[START] >= ended[cta[SM]] for cta in late)
+        assert int(compute[:, START].min()) >= int(dispatch[:, START].min())
 
 
-def test_late_compute_takes_items_behind_dispatch_and_changes_no_bit() -> None:
+def test_in_green_contexts_every_cta_stays_in_its_partition() -> None:
+    config = CASES["flash-64-trace"].config
+    batch = make_batch(config, 64, 150)
+    y = torch.empty_like(batch.x)
+    with fresh_operator("flash-64-trace", green_contexts=True) as op:
+        layer = op.bind(weights_of(config).packed)
+        run(layer, batch)
+        eager = op.trace_records()
+        graph = capture(lambda: layer(batch.x, batch.ids, batch.weights, out=y))
+        print(op.report.describe())
+        for n in range(5):
+            graph.replay()
+            op.check(synchronize=True)
+            records = op.trace_records()
+            dispatch, split = sms(records, Role.DISPATCH), op.plan.compute_sms
+            compute = sms(records, Role.COMPUTE, 0, split)
+            late = sms(records, Role.COMPUTE, split)
+            finalize = sms(records, Role.FINALIZE)
+            assert len(dispatch) == op.plan.dispatch_sms == op.report.dispatch_sms, sorted(dispatch)
+            assert len(compute) == op.plan.compute_sms == op.report.compute_sms, sorted(compute)
+            assert not dispatch & compute, f"both roles on SMs {sorted(dispatch & compute)}"
+            assert finalize <= compute, f"finalize on SMs {sorted(finalize - compute)}"
+            assert len(records[Role.COMPUTE]) == split + op.plan.late_ctas == 132
+            assert late == dispatch, f"late compute on SMs {sorted(late)}"
+            assert dispatch == sms(eager, Role.DISPATCH), f"replay {n}: other SMs than eager"
+            assert compute == sms(eager, Role.COMPUTE, 0, split), f"replay {n}: other SMs"
+        del graph
+
+
+def test_late_compute_takes_items() -> None:
     config = CASES["flash-64-trace"].config
     batch = make_batch(config, 64, 153)
     layer, _ = layer_of("flash-64-trace")
     op = layer.op
-    y = run(layer, batch)
+    run(layer, batch)
     records = op.trace_records()
-    late = records[Role.COMPUTE][op.plan.compute_sms :]
-    assert int(late[:, ComputeTrace.ITEMS].sum()) > 0
-    assert int(late[:, ComputeTrace.START].min()) >= int(
-        records[Role.DISPATCH][:, DispatchTrace.END].max()
-    )
-    with fresh_operator("flash-64", late_compute=False) as other:
-        assert other.plan.late_ctas == 0
-        alone = run(other.bind(layer.packed), batch)
-        assert torch.equal(y.view(torch.int16), alone.view(torch.int16))
+    dispatch = sms(records, Role.DISPATCH)
+    late = [cta for cta in records[Role.COMPUTE].tolist() if cta[SM] in dispatch]
+    assert sum(cta[ComputeTrace.ITEMS] for cta in late) > 0
+
+
+@pytest.mark.parametrize(
+    "options", [{"late_compute": False}, {"green_contexts": True}, {"serial": True}], ids=str
+)
+def test_where_kernels_run_changes_no_bit(options: dict) -> None:
+    config = CASES["flash-64"].config
+    batch = make_batch(config, 64, 153)
+    layer, weights = layer_of("flash-64")
+    wanted = run(layer, batch)
+    with fresh_operator("flash-64", **options) as other:
+        y = run(other.bind(weights.packed), batch)
+        assert torch.equal(y.view(torch.int16), wanted.view(torch.int16))
 
 
 def describe_stamps(records: dict[Role, torch.Tensor]) -> str:

@@ -77,7 +77,7 @@ def compile_without(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., N
 
 def make_rank(max_tokens: int) -> tuple[layers.Rank, layers.Batch]:
     cfg = MoEConfig(hidden=256, intermediate=128, num_experts=3, top_k=2, max_tokens=max_tokens)
-    plan = make_plan(cfg, 1, 148, family="sm100")
+    plan = make_plan(cfg, 1, 148, dispatch_sms=16, family="sm100")
     experts = layers.random_experts(cfg, 1)
     rank = layers.Rank(Machine(3, ordered=True), plan, 0, experts, "sm_103a")
     return rank, layers.random_batch(cfg, max_tokens, 2)

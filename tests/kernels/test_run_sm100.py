@@ -287,8 +287,8 @@ class Layer:
             rank.peers = [other.workspace for other in self.ranks]
 
     def replay(self, batches: list[layers.Batch]) -> list[Tensor]:
-        """y of every rank. As in the layer's graph, late compute starts behind dispatch; finalize
-        waits in memory, and for the end of the compute node that it hangs on."""
+        """y of every rank. Roles wait in memory, and for the end of the one that they hang on; some
+        CTAs of compute start when dispatch has ended, as they do where it holds their SMs."""
         launches, results = [], []
         for rank, batch in zip(self.ranks, batches, strict=True):
             tensors = batch.x, batch.ids, batch.weights
@@ -306,7 +306,8 @@ class Layer:
                 Role.FINALIZE, finalize_grid(self.cfg, 3), y=out, compute_ctas=4, **call
             )
             late.after = [dispatch]
-            finalize.prerequisites = [compute]
+            compute.prerequisites = late.prerequisites = [dispatch]
+            finalize.prerequisites = [compute, late]
             launches += [dispatch, compute, late, finalize]
         self.machine.run(*launches)
         return results

@@ -81,7 +81,7 @@ def test_capacity_decides_split_and_tiles():
     small = make_plan(replace(FLASH, max_tokens=16), 8)
     large = make_plan(replace(FLASH, max_tokens=512), 8)
     assert (small.dispatch_sms, small.tiles) == (8, NARROW_TILES)
-    assert (large.dispatch_sms, large.tiles) == (16, WIDE_TILES)
+    assert (large.dispatch_sms, large.tiles) == (32, WIDE_TILES)
 
 
 def test_the_documented_example_is_the_plan():
@@ -114,11 +114,11 @@ def test_a_row_too_wide_for_two_slots_is_refused():
 
 
 def test_a_share_of_rows_must_fit_shared_memory():
-    limit = MAX_SHARE_ROWS * 16
+    limit = MAX_SHARE_ROWS * 32
     make_plan(replace(FLASH, max_tokens=limit // (8 * 8), top_k=8), 8)
     with pytest.raises(ValueError) as error:
         make_plan(replace(FLASH, max_tokens=limit // (8 * 8) + 1, top_k=8), 8)
-    for part in (f"= {limit + 64}", f"at most {limit}", "16 dispatch CTAs", "shared memory"):
+    for part in (f"= {limit + 64}", f"at most {limit}", "32 dispatch CTAs", "shared memory"):
         assert part in str(error.value)
 
 

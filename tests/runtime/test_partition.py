@@ -6,7 +6,7 @@ from cuda.bindings import driver as real
 
 from gcmoe.errors import UnsupportedDevice
 from gcmoe.runtime import driver
-from gcmoe.runtime.partition import create_partition, get_partition
+from gcmoe.runtime.partition import create_partition, get_partition, whole_device
 
 INVALID_TYPE = real.CUresult.CUDA_ERROR_INVALID_RESOURCE_TYPE
 
@@ -75,9 +75,22 @@ def test_a_split_that_fails_says_what_was_required(standin):
         create_partition(0, 200)
 
 
-def test_one_partition_per_device_and_split(standin):
+@pytest.mark.parametrize("split", [False, True])
+def test_one_partition_per_device_and_split(standin, split):
     device = torch.device("cuda", 0)
-    first = get_partition(device, 16)
-    assert get_partition(device, 16) is first
-    assert get_partition(device, 8) is not first
-    assert get_partition(torch.device("cuda", 1), 16) is not first
+    first = get_partition(device, 16, split)
+    assert first.is_split == split
+    assert get_partition(device, 16, split) is first
+    assert get_partition(device, 16, not split) is not first
+    assert get_partition(device, 8, split) is not first
+    assert get_partition(torch.device("cuda", 1), 16, split) is not first
+
+
+def test_the_whole_device_is_one_context(standin):
+    partition = whole_device(0, 16)
+    assert partition.contexts == (partition.compute.context,) == (partition.dispatch.context,)
+    assert (partition.dispatch.sms, partition.compute.sms) == (16, 116)
+    assert "16 SMs dispatch (16 asked), 116 SMs compute of 132" in partition.report.describe()
+    assert "cuGreenCtxCreate" not in standin.names()
+    with pytest.raises(UnsupportedDevice, match="more than the 132 SMs of dispatch"):
+        whole_device(0, 132)

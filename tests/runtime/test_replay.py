@@ -36,13 +36,17 @@ def argument_values(op, parameters):
     }
 
 
-def test_kernels_are_loaded_in_both_contexts_before_anything_runs(op, standin):
-    contexts = {int(green.context) for green in op._partition.contexts}
+@pytest.mark.parametrize("split", [False, True])
+def test_kernels_are_loaded_in_their_contexts_before_anything_runs(make, standin, split):
+    op = make(green_contexts=split)
+    contexts = {int(context) for context in op._partition.contexts}
     pushed = [int(a[0]) for a in standin.arguments("cuCtxPushCurrent")]
-    assert len(pushed) == 6
+    loads = 6 if split else 3
+    assert len(contexts) == loads // 3
+    assert len(pushed) == loads
     assert set(pushed) == contexts
-    assert standin.names().count("cuCtxPopCurrent") == 6
-    assert standin.names().count("cuFuncLoad") == 6
+    assert standin.names().count("cuCtxPopCurrent") == loads
+    assert standin.names().count("cuFuncLoad") == loads
     smem = real.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
     assert {a[:2] for a in standin.arguments("cuKernelSetAttribute")} == {(smem, 100_000)}
     assert {a[1:] for a in standin.arguments("cuFuncSetAttribute")} == {(smem, 100_000)}
@@ -64,7 +68,9 @@ def test_a_kernel_with_other_parameters_is_refused(op, standin):
         check_parameters(op._kernels[Role.FINALIZE].kernel, spec)
 
 
-def test_the_graph_has_three_nodes_in_their_contexts(op, standin):
+@pytest.mark.parametrize("split", [False, True])
+def test_the_graph_has_three_nodes_in_their_contexts(make, standin, split):
+    op = make(green_contexts=split)
     op.bind(weights())
     nodes = standin.arguments("cuGraphAddKernelNode")
     assert len(nodes) == 3
@@ -72,6 +78,7 @@ def test_the_graph_has_three_nodes_in_their_contexts(op, standin):
     assert [len(node[1]) for node in nodes] == [0, 0, 0]
     assert int(dispatch.ctx) == int(op._partition.dispatch.context)
     assert int(compute.ctx) == int(finalize.ctx) == int(op._partition.compute.context)
+    assert (int(dispatch.ctx) != int(compute.ctx)) == split
     assert dispatch.gridDimX == op.plan.dispatch_sms == 8
     assert compute.gridDimX == op.plan.compute_sms == 124
     assert finalize.gridDimX == 1
@@ -87,17 +94,18 @@ def test_serial_adds_one_edge(make, standin):
     assert [len(node[1]) for node in nodes] == [0, 1, 0]
 
 
-def test_one_context_keeps_grids_and_loads_into_the_primary_context(make, standin):
-    two = make()
+def test_green_contexts_keep_the_grids_and_load_again(make, standin):
+    one = make()
+    assert "cuGreenCtxCreate" not in standin.names()
     loads = standin.names().count("cuFuncLoad")
-    op = make(one_context=True)
+    op = make(green_contexts=True)
     op.bind(weights())
     nodes = [node[3] for node in standin.arguments("cuGraphAddKernelNode")]
-    assert len({int(node.ctx) for node in nodes}) == 1
-    assert int(nodes[0].ctx) not in {int(green.context) for green in two._partition.contexts}
-    assert [node.gridDimX for node in nodes[:2]] == [two.plan.dispatch_sms, two.plan.compute_sms]
+    assert int(one._partition.compute.context) not in {int(node.ctx) for node in nodes}
+    assert [node.gridDimX for node in nodes[:2]] == [one.plan.dispatch_sms, one.plan.compute_sms]
     assert standin.names().count("cuFuncLoad") > loads
-    assert "one context" in op.report.describe()
+    assert "primary context" in one.report.describe()
+    assert "balanced" in op.report.describe()
 
 
 def test_what_the_kernels_get(op, standin):

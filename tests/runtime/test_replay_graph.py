@@ -3,26 +3,55 @@
 import ctypes
 
 import pytest
-import torch
 from cuda.bindings import driver as real
-from small_layer import inputs, weights
+from small_layer import weights
 
-from gcmoe.errors import CaptureError, OperatorClosed, UnsupportedDevice
 from gcmoe.protocol import Role
 from gcmoe.runtime.agreement import BUDGET_SHARE
 
 
-def test_finalize_hangs_on_compute_by_a_programmatic_edge(op, standin):
-    op.bind(weights())
-    (_, before, after, edges, count), *_ = standin.arguments("cuGraphAddDependencies")
-    assert (len(before), len(after), len(edges), count) == (1, 1, 1, 1)
+def programmatic(standin):
+    """(node before, node after) of each such edge, as places in the order in which nodes came."""
     kind = real.CUgraphDependencyType.CU_GRAPH_DEPENDENCY_TYPE_PROGRAMMATIC
     port = real.CU_GRAPH_KERNEL_NODE_PORT_PROGRAMMATIC
-    assert (edges[0].type, edges[0].from_port, edges[0].to_port) == (kind, port, 0)
+    found = []
+    for _, before, after, edges, count in standin.arguments("cuGraphAddDependencies"):
+        assert (len(before), len(after), len(edges), count) == (1, 1, 1, 1)
+        assert (edges[0].type, edges[0].from_port, edges[0].to_port) == (kind, port, 0)
+        found.append((int(before[0]), int(after[0])))
+    first = min(min(edge) for edge in found)
+    return sorted((before - first, after - first) for before, after in found)
 
 
-def test_late_compute_runs_behind_dispatch_in_its_partition(make, standin):
-    op = make(late_compute=True)
+def test_each_role_hangs_on_the_one_before_by_a_programmatic_edge(op, standin):
+    op.bind(weights())
+    assert programmatic(standin) == [(0, 1), (1, 2)]
+
+
+def test_between_green_contexts_there_is_no_edge(make, standin):
+    make(green_contexts=True).bind(weights())
+    assert programmatic(standin) == [(0, 1)]  # compute to finalize
+    assert [len(node[1]) for node in standin.arguments("cuGraphAddKernelNode")] == [0, 0, 0]
+
+
+def test_serial_has_a_whole_edge_in_the_place_of_a_programmatic_one(make, standin):
+    make(serial=True).bind(weights())
+    assert [len(node[1]) for node in standin.arguments("cuGraphAddKernelNode")] == [0, 1, 0]
+    assert programmatic(standin) == [(0, 1)]
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_late_compute_is_more_ctas_of_the_same_node(make, standin, late):
+    op = make(late_compute=late)
+    op.bind(weights())
+    _, compute, _ = (node[3] for node in standin.arguments("cuGraphAddKernelNode"))
+    assert compute.gridDimX == op.plan.compute_ctas == (132 if late else 124)
+    finalize = op._blocks(BUDGET_SHARE)[Role.FINALIZE]
+    assert finalize.fields["compute_ctas"].value == compute.gridDimX
+
+
+def test_between_green_contexts_late_compute_runs_behind_dispatch_in_its_context(make, standin):
+    op = make(late_compute=True, green_contexts=True)
     op.bind(weights())
     nodes = standin.arguments("cuGraphAddKernelNode")
     dispatch, compute, late, finalize = (node[3] for node in nodes)
@@ -32,7 +61,6 @@ def test_late_compute_runs_behind_dispatch_in_its_partition(make, standin):
     assert (compute.gridDimX, late.gridDimX) == (op.plan.compute_sms, op.plan.dispatch_sms)
     assert late.blockDimX == compute.blockDimX
     assert late.sharedMemBytes == compute.sharedMemBytes
-    assert len(standin.arguments("cuGraphAddDependencies")) == 1  # finalize waits in memory
     finalize = op._blocks(BUDGET_SHARE)[Role.FINALIZE]
     assert finalize.fields["compute_ctas"].value == 132
 
@@ -50,28 +78,3 @@ def test_a_copied_block_of_arguments_has_the_same_values(op):
         assert ctypes.string_at(copy.map_addresses[name], 128) == ctypes.string_at(address, 128)
     copy.set(trace=7)
     assert block.fields["trace"].value == 0
-
-
-def test_stream_is_one_of_the_compute_partition(make, monkeypatch):
-    class Stream:
-        def __init__(self, handle, device):
-            self.handle, self.device = handle, device
-
-    monkeypatch.setattr(torch.cuda, "ExternalStream", Stream)
-    op = make()
-    assert op.stream.handle == int(op._partition.compute.stream)
-    assert op.stream.device == op.device
-    one = make(one_context=True)
-    with pytest.raises(UnsupportedDevice, match="one"):
-        _ = one.stream
-    op.close()
-    with pytest.raises(OperatorClosed):
-        _ = op.stream
-
-
-def test_an_eager_call_on_the_own_stream_is_refused(op, standin, fake_device):
-    layer = op.bind(weights())
-    fake_device.stream = int(op._partition.compute.stream)
-    with pytest.raises(CaptureError, match="for captures"):
-        layer(*inputs())
-    assert "cuGraphLaunch" not in standin.names()

@@ -91,7 +91,7 @@ def test_weights_of_the_other_family_are_refused(make):
 
 def test_late_compute_has_the_maps_too(make, standin, monkeypatch):
     """Its argument block is a copy: the encoded bytes of every tensor map, at other addresses."""
-    op, marks = make(late_compute=True), iter(range(1, 100))
+    op, marks = make(late_compute=True, green_contexts=True), iter(range(1, 100))
     encode = lambda target, *rest: ctypes.memset(target, next(marks), 128)  # noqa: E731
     monkeypatch.setattr(driver, "encode_tiled", encode)
     layer = op.bind(blackwell_weights())
