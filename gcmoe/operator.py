@@ -213,8 +213,8 @@ class MoE:
         split = self._partition.is_split
         self._grids = {
             Role.DISPATCH: self.plan.dispatch_sms,
-            Role.COMPUTE: self.plan.compute_sms + (0 if split else self.plan.late_ctas),
-            Role.FINALIZE: finalize_grid(self.config, self.plan.compute_sms),
+            Role.COMPUTE: self.plan.compute_sms if split else self.plan.compute_ctas,
+            Role.FINALIZE: finalize_grid(self.config, rest if split else given + rest),
         }
         if self.num_ranks > 1:
             self._identity = device_identity(self.device)

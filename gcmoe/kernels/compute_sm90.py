@@ -24,6 +24,8 @@ U8, U32, U64 = cutlass.Uint8, cutlass.Uint32, cutlass.Uint64
 I32, I64, F32, BF16 = cutlass.Int32, cutlass.Int64, cutlass.Float32, cutlass.BFloat16
 F8 = cutlass.Float8E4M3FN
 
+NUM_WIDTHS = 5
+
 
 class ComputeKernel(SchedulerSteps):
     """Persistent CTAs, one per SM, that take whole items by ticket.
@@ -57,6 +59,8 @@ class ComputeKernel(SchedulerSteps):
 
     def __init__(self, spec: KernelSpec) -> None:
         shape, tiles = spec.shape, spec.tiles
+        if len(tiles.widths) != NUM_WIDTHS:
+            raise ValueError(f"widths = {tiles.widths}: {NUM_WIDTHS} widths, a tensor map each")
         self.spec, self.shape, self.tiles = spec, shape, tiles
         self.widths = tiles.widths
         self.max_width = tiles.max_width
@@ -180,6 +184,7 @@ class ComputeKernel(SchedulerSteps):
             maps[1],
             maps[2],
             maps[3],
+            maps[4],
         ).launch(grid=[1, 1, 1], block=[self.threads, 1, 1], min_blocks_per_mp=1, stream=stream)
 
     # ------------------------------------------------------------------- device side
@@ -201,6 +206,7 @@ class ComputeKernel(SchedulerSteps):
         map1: cutlass.GridConstant[cuda_ext.TensorMap],
         map2: cutlass.GridConstant[cuda_ext.TensorMap],
         map3: cutlass.GridConstant[cuda_ext.TensorMap],
+        map4: cutlass.GridConstant[cuda_ext.TensorMap],
     ):
         tid, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
@@ -221,7 +227,7 @@ class ComputeKernel(SchedulerSteps):
             if warp == first_warp:
                 self.weights_warp(at, w13, w2)
             elif warp == first_warp + 1:
-                maps = [m.get_ptr().toint() for m in (map0, map1, map2, map3)]
+                maps = [m.get_ptr().toint() for m in (map0, map1, map2, map3, map4)]
                 self.feed.tokens_warp(at, base, maps)
             elif warp == first_warp + 2:
                 self.publisher.publisher_warp(at, workspace, tid % 32, events)

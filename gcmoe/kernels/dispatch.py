@@ -31,6 +31,7 @@ from gcmoe.kernels.trace_words import TRACE_WORDS
 from gcmoe.kernels.trace_words import DispatchTrace as Trace
 from gcmoe.protocol import (
     Cell,
+    Entry,
     FaultKind,
     RecvHeader,
     RoutesHeader,
@@ -101,7 +102,8 @@ class DispatchKernel:
     scan   warp 0 finds first row and first block of each expert                       1
     place  stable counting sort; a CTA keeps every D-th row in shared memory           2 a round
     routes the last CTA writes the block table (before place) and publishes it         1
-    pull   a warp per row: peer -> shared memory -> ring, published row by row
+    pull   a warp per row: peer -> shared memory -> ring, published row by row; when each warp has
+           one row at most, its load is under way since the step count
     =====  ==========================================================================  ==========
 
     Timeline of a rank with few tokens (loads are 0.6 us, a fence 0.7, the wire 1.4)::
@@ -301,6 +303,7 @@ class DispatchKernel:
         """Sort the entries of all sources by expert and pull this CTA's rows."""
         num_rows = self.sorting.list_sources(s)
         cute.arch.sync_threads()
+        is_loaded = self.load_early(s, parity, num_rows)
         low, weight, src = self.sorting.count_entries(s, parity, num_rows, env)
         cute.arch.sync_threads()
         if ptx.shared_load(word_at(s, 4 * Word.BAD_ENTRY)) == U32(0):
@@ -317,8 +320,12 @@ class DispatchKernel:
                 header = RoutesHeader.pack(U64(env["generation"]), U64(num_blocks))
                 sync.publish(ROUTES, s["workspace"] + self.spec.shape.offsets["routes"], header)
             sync.stamp(self.spec, s, Trace.BINNED)
-            self.pull_rows(s, num_rows, env)
-            if is_last:
+        # In any case, because the load writes to this CTA.
+        if is_loaded != U32(0):
+            ptx.mbarrier_wait(s["mbarrier"].toint(), U32(0))
+        if ptx.shared_load(word_at(s, 4 * Word.BAD_ENTRY)) == U32(0):
+            self.pull_rows(s, num_rows, is_loaded, env)
+            if s["cta"] == U32(self.spec.dispatch_ctas - 1):
                 self.sorting.add_stats(s)
             if cutlass.const_expr(self.spec.trace):
                 cute.arch.sync_threads()
@@ -393,7 +400,21 @@ class DispatchKernel:
     # ----------------------------------------------------------------------- pull
 
     @cute.jit
-    def pull_rows(self, s: dict, num_rows: Any, env: dict):
+    def load_early(self, s: dict, parity: Any, num_rows: Any):
+        """Begin to load the only row of this warp, before it is known where it goes. Returns 1 if
+        a load is under way, the same in all lanes."""
+        is_loaded = U32(0)
+        listed = s["warp"] * U32(self.spec.dispatch_ctas) + s["cta"]
+        is_puller = (s["warp"] < U32(self.map.pullers)) & (s["lane"] == 0)
+        if self.sorting.is_early(num_rows) & is_puller & (listed < num_rows):
+            low, _, src = self.sorting.load_entry(s, parity, listed, num_rows)
+            if self.sorting.is_entry(low, src):
+                is_loaded = U32(1)
+                self.begin_load(s, src, Entry.TOKEN.get(low))
+        return cute.arch.shuffle_sync(is_loaded, 0)
+
+    @cute.jit
+    def pull_rows(self, s: dict, num_rows: Any, is_loaded: Any, env: dict):
         """A warp takes every W-th row of this CTA, one after the other through its own buffer."""
         m, ctas = self.map, self.spec.dispatch_ctas
         mine = (num_rows + U32(ctas - 1) - s["cta"]) // U32(ctas)
@@ -412,7 +433,9 @@ class DispatchKernel:
             if rows != U32(0):
                 place = ring.place(slot_base, RowPlace.BLOCK.get(packed))
                 slot = ring.slot(place)
-                ok = self.load_row(s, meta, slot, ring.epoch(epoch_base, place), phase, env)
+                ok = self.load_row(
+                    s, meta, slot, ring.epoch(epoch_base, place), phase, is_loaded, env
+                )
                 phase = phase ^ U32(1)
                 if index == 0:
                     sync.stamp(self.spec, s, Trace.ROW_LOADED)
@@ -434,19 +457,29 @@ class DispatchKernel:
             ptx.fence("proxy.async.shared::cta", "row_buffer read")
             cute.arch.sync_warp()
 
+    def buffer(self, s: dict[str, Any]) -> Any:
+        """Shared address of this warp's row."""
+        return s["smem"] + I32(self.map.buffers) + I32(s["warp"]) * self.spec.shape.row_stride
+
+    def begin_load(self, s: dict[str, Any], src: Any, token: Any) -> None:
+        """Pull a staged row from its source into this warp's buffer."""
+        shape, mbarrier = self.spec.shape, s["mbarrier"]
+        peer = ptx.parameter_u64(self.spec.peers_symbol, I32(src))
+        row = at(peer, shape.offsets["staged_x"], token, shape.row_stride)
+        cute.arch.mbarrier_arrive_and_expect_tx(mbarrier, shape.row_stride)
+        ptx.bulk_load(self.buffer(s), row, I32(shape.row_stride), mbarrier.toint())
+
     @cute.jit
-    def load_row(self, s: dict, meta: Any, slot: Any, epoch: Any, phase: Any, env: dict):
-        """Pull a staged row from its source and wait until its slot is free. Returns 0 if that
-        wait failed; the load is awaited in any case, because it writes to this CTA."""
+    def load_row(
+        self, s: dict, meta: Any, slot: Any, epoch: Any, phase: Any, is_loaded: Any, env: dict
+    ):
+        """Load a row, if it is not there, and wait until its slot is free. Returns 0 if that wait
+        failed; the load is awaited in any case, because it writes to this CTA."""
         shape = self.spec.shape
-        buffer = s["smem"] + I32(self.map.buffers) + I32(s["warp"]) * shape.row_stride
-        mbarrier = s["mbarrier"]
         ok = I32(1)
         if s["lane"] == 0:
-            peer = ptx.parameter_u64(self.spec.peers_symbol, I32(RowMeta.SRC.get(meta)))
-            row = at(peer, shape.offsets["staged_x"], RowMeta.TOKEN.get(meta), shape.row_stride)
-            cute.arch.mbarrier_arrive_and_expect_tx(mbarrier, shape.row_stride)
-            ptx.bulk_load(buffer, row, I32(shape.row_stride), mbarrier.toint())
+            if is_loaded == U32(0):
+                self.begin_load(s, RowMeta.SRC.get(meta), RowMeta.TOKEN.get(meta))
             ok = sync.await_reached(
                 EMPTY,
                 at(s["workspace"], shape.offsets["token_ring_empty"], slot, 4),
@@ -458,7 +491,8 @@ class DispatchKernel:
         ok = cute.arch.shuffle_sync(ok, 0)
         # Passes the acquire of lane 0 on to the lanes that store scales.
         cute.arch.sync_warp()
-        ptx.mbarrier_wait(mbarrier.toint(), phase)
+        if is_loaded == U32(0):
+            ptx.mbarrier_wait(s["mbarrier"].toint(), phase)
         return ok
 
     def weight_row(self, row: Any) -> Any:
@@ -479,8 +513,7 @@ class DispatchKernel:
         complete before the row is counted in ``token_ring_full``."""
         shape = self.spec.shape
         workspace, windows, slot_rows = s["workspace"], shape.num_windows, shape.slot_rows
-        buffer = s["smem"] + I32(self.map.buffers) + I32(s["warp"]) * shape.row_stride
-        lane = s["lane"]
+        buffer, lane = self.buffer(s), s["lane"]
         place = slot * slot_rows + row
         weight_row = self.weight_row(row)
         sync.after_observe(EMPTY)

@@ -153,7 +153,7 @@ class SendSteps:
             if valid & (rank_in_warp == U32(0)):
                 ptx.shared_store(word_at(s, 0, counts // 4 + dest), ptx.popcount(same))
             cute.arch.sync_threads()
-            self.prefix_destinations(s)
+            self.prefix_destinations(s, s["num_ids"] - start)
             cute.arch.sync_threads()
             if valid & self.owns_chunk(s, index):
                 position = ptx.shared_load(word_at(s, 0, counts // 4 + dest)) + rank_in_warp
@@ -179,21 +179,22 @@ class SendSteps:
                 ptx.shared_add(word_at(s, 4 * Word.BAD_IDS), ptx.popcount(lanes))
 
     @cute.jit
-    def prefix_destinations(self, s: dict):
+    def prefix_destinations(self, s: dict, num_left: Any):
         """A thread per rank turns the counts of the warps into positions."""
         num_ranks = self.spec.shape.num_ranks
         if s["tid"] < U32(num_ranks):
             total = word_at(s, self.map.dest_total, s["tid"])
             running = ptx.shared_load(total)
             for first in cutlass.range_constexpr(0, WARPS, UNROLL):
-                cells = [
-                    word_at(s, self.map.scratch, s["tid"] + U32((first + i) * num_ranks))
-                    for i in range(UNROLL)
-                ]
-                counts = [ptx.shared_load(cell) for cell in cells]
-                for i in cutlass.range_constexpr(UNROLL):
-                    ptx.shared_store(cells[i], running)
-                    running = running + counts[i]
+                if U32(first * WARP) < num_left:
+                    cells = [
+                        word_at(s, self.map.scratch, s["tid"] + U32((first + i) * num_ranks))
+                        for i in range(UNROLL)
+                    ]
+                    counts = [ptx.shared_load(cell) for cell in cells]
+                    for i in cutlass.range_constexpr(UNROLL):
+                        ptx.shared_store(cells[i], running)
+                        running = running + counts[i]
             ptx.shared_store(total, running)
 
     # ----------------------------------------------------------------------- stage

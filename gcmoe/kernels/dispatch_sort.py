@@ -71,6 +71,11 @@ class SortSteps:
             src = found
         return low, weight, src
 
+    def is_early(self, num_rows: Any) -> Any:
+        """Whether each pulling warp has one row at most. Then its place in the list, not in the
+        sorted order, says whose a row is, so that it can be loaded before it is sorted."""
+        return num_rows <= U32(self.map.pullers * self.spec.dispatch_ctas)
+
     def is_entry(self, low: Any, src: Any) -> Any:
         """A row of the list whose fields are within their bounds."""
         shape = self.spec.shape
@@ -195,17 +200,18 @@ class SortSteps:
                 if is_row & (rank == U32(0)):
                     ptx.shared_store_u16(cell, ptx.popcount(same))
             cute.arch.sync_threads()
-            self.prefix_experts(s)
+            self.prefix_experts(s, num_rows - start)
             cute.arch.sync_threads()
             if is_row:
                 row = ptx.shared_load(word_at(s, m.base, expert)) + rank
                 row += ptx.shared_load_u16(cell)
-                self.keep_row(s, expert, row, low, weight, src)
+                listed = start + s["tid"]
+                self.keep_row(s, expert, row, listed, self.is_early(num_rows), low, weight, src)
             low, weight, src = next_low, next_weight, next_src
             start += span
 
     @cute.jit
-    def prefix_experts(self, s: dict):
+    def prefix_experts(self, s: dict, num_left: Any):
         """A thread per expert turns the counts of the chunks into places within the round."""
         m, num_experts = self.map, self.spec.shape.local_experts
         for turn in cutlass.range_constexpr(-(-num_experts // THREADS)):
@@ -215,23 +221,37 @@ class SortSteps:
                 base = ptx.shared_load(tally)
                 running = U32(0)
                 for first in cutlass.range_constexpr(0, m.chunks, UNROLL):
-                    cells = [
-                        s["smem"] + I32(m.scratch + 2 * m.pitch * chunk) + I32(expert) * 2
-                        for chunk in range(first, min(first + UNROLL, m.chunks))
-                    ]
-                    counts = [ptx.shared_load_u16(cell) for cell in cells]
-                    for i in cutlass.range_constexpr(len(cells)):
-                        ptx.shared_store_u16(cells[i], running)
-                        running = running + counts[i]
+                    if U32(first * WARP) < num_left:
+                        cells = [
+                            s["smem"] + I32(m.scratch + 2 * m.pitch * chunk) + I32(expert) * 2
+                            for chunk in range(first, min(first + UNROLL, m.chunks))
+                        ]
+                        counts = [ptx.shared_load_u16(cell) for cell in cells]
+                        for i in cutlass.range_constexpr(len(cells)):
+                            ptx.shared_store_u16(cells[i], running)
+                            running = running + counts[i]
                 ptx.shared_store(word_at(s, m.base, expert), base)
                 ptx.shared_store(tally, base + running)
 
     @cute.jit
-    def keep_row(self, s: dict, expert: Any, row: Any, low: Any, weight: Any, src: Any):
-        """Row ``row`` of ``expert``: every D-th row of the sorted list is this CTA's."""
+    def keep_row(
+        self,
+        s: dict,
+        expert: Any,
+        row: Any,
+        listed: Any,
+        is_early: Any,
+        low: Any,
+        weight: Any,
+        src: Any,
+    ):
+        """Row ``row`` of ``expert``: every D-th row of the sorted list is this CTA's, so that the
+        first blocks are full first; of few rows, every D-th of the list."""
         m, block_rows, ctas = self.map, self.spec.shape.block_rows, self.spec.dispatch_ctas
         first, count = self.expert_rows(s, expert)
         place = first + row
+        if is_early:
+            place = listed
         index = place // U32(ctas)
         # A list that changed since it was counted must not reach beyond the arrays.
         if (row < count) & (place - index * ctas == s["cta"]):

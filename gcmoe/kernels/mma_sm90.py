@@ -176,7 +176,9 @@ class TileMma:
         self.scales = cute.make_rmem_tensor(cute.make_layout((2, width // 8)), F32)
         self.x_scale = cute.make_tensor(
             pointers["x_scale"],
-            cute.make_layout((width // 4, 4, 2 * stages), stride=(1, max_width // 4, max_width)),
+            cute.make_layout(
+                (width // 4, 4, 2, stages), stride=(1, max_width // 4, max_width, 2 * max_width)
+            ),
         )
         self.view = weight_view(pointers["w"], tiles.subtiles, tiles.warpgroups, stages)
 
@@ -208,8 +210,8 @@ def main_loop(tile, at, units, words, scale_bytes, wg, s, parity):
         for block in cutlass.range_constexpr(2):
             for m in cutlass.range_constexpr(subtiles):
                 decode(words[m], scale_bytes[m], tile.pointers["lut"], tile.words[m])
-                multiply(tile.fresh, tile.more, tile.window[m], tile.a[m], tile.b, 2 * this + block)
-            cute.autovec_copy(tile.x_scale[None, lane % 4, 2 * this + block], scales)
+                multiply(tile.fresh, tile.more, tile.window[m], tile.a[m], tile.b, (block, this))
+            cute.autovec_copy(tile.x_scale[None, lane % 4, block, this], scales)
             if cutlass.const_expr(block == 0):
                 load_words(tile.view, words, scale_bytes, t, wg, 1, this)
             else:

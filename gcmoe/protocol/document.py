@@ -36,9 +36,9 @@ EXAMPLE = WorkspaceShape(
     max_tokens=64,
     num_ranks=8,
     local_experts=48,
-    num_slots=256,
-    slot_rows=32,
-    block_rows=32,
+    num_slots=128,
+    slot_rows=40,
+    block_rows=40,
     header_words=32,
 )
 """DeepSeek-V4.1-Flash on eight ranks, 64 tokens a rank."""

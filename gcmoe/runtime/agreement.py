@@ -20,10 +20,10 @@ FINALIZE_ELEMENTS = 8 * 512  # of y, per CTA and pass: 16 bytes a thread
 BUDGET_SHARE = {Role.DISPATCH: 1.0, Role.COMPUTE: 1.25, Role.FINALIZE: 1.25}
 
 
-def finalize_grid(config: MoEConfig, compute_sms: int) -> int:
+def finalize_grid(config: MoEConfig, sms: int) -> int:
     """CTAs of finalize: enough for a full batch, at most one per SM; constant per operator."""
     work = -(-config.max_tokens * config.hidden // FINALIZE_ELEMENTS)
-    return max(1, min(compute_sms, work))
+    return max(1, min(sms, work))
 
 
 def initial_words(initial: Any) -> tuple[int, int, int]:

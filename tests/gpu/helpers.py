@@ -62,9 +62,10 @@ def _flash41(tokens: int) -> MoEConfig:
 
 
 CASES: dict[str, Case] = {
-    # One rank's share of EP8 of two models; narrow tiles at 8 and 64 tokens, wide ones at 256.
+    # One rank's share of EP8 of two models; narrow tiles up to 128 tokens, wide ones at 256.
     "flash-8": Case(_flash(8)),
     "flash-64": Case(_flash(64)),
+    "flash-128": Case(_flash(128)),
     "flash-256": Case(_flash(256)),
     "flash-64-trace": Case(_flash(64), trace=True),
     "flash41-64": Case(_flash41(64)),

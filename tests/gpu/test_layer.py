@@ -25,6 +25,7 @@ pytestmark = pytest.mark.gpu
 SHARE_TOKENS = {
     "flash-8": (0, 1, 7, 8),
     "flash-64": (0, 1, 33, 64),
+    "flash-128": (43, 128),
     "flash-256": (8, 64, 256),
     "flash41-64": (1, 7, 64),
     "flash41-256": (33, 256),
