@@ -45,18 +45,14 @@ class Rank:
     """One rank's memory and launches.
 
     Args:
-        experts: all E experts; this rank takes its share.
+        experts: all E experts, of which this rank takes its share; None for dispatch alone.
     """
 
     def __init__(
-        self, machine: Machine, plan: LayerPlan, rank: int, experts: ExpertWeights, arch: str
+        self, machine: Machine, plan: LayerPlan, rank: int, experts: ExpertWeights | None, arch: str
     ) -> None:
         self.machine, self.plan, self.rank, self.arch = machine, plan, rank, arch
         self.shape = plan.workspace
-        local = self.shape.local_experts
-        mine = slice(rank * local, (rank + 1) * local)
-        names = ("w13", "w13_scale", "w2", "w2_scale")
-        self.packed = pack_sm100(*(getattr(experts, name)[mine] for name in names), plan.config)
         self.bytes = np.random.default_rng(rank).integers(
             0, 256, self.shape.num_bytes, dtype=np.uint8
         )
@@ -67,9 +63,15 @@ class Rank:
         self.workspace = machine.memory.map(self.bytes)
         self.fault = np.zeros(FAULT_BYTES, dtype=np.uint8)
         self.fault_address = machine.memory.map(self.fault)
-        self.weights = {
-            name: machine.memory.map(flat(getattr(self.packed, name))) for name in names
-        }
+        self.weights: dict[str, int] = {}
+        if experts is not None:
+            local = self.shape.local_experts
+            mine = slice(rank * local, (rank + 1) * local)
+            names = ("w13", "w13_scale", "w2", "w2_scale")
+            self.packed = pack_sm100(*(getattr(experts, name)[mine] for name in names), plan.config)
+            self.weights = {
+                name: machine.memory.map(flat(getattr(self.packed, name))) for name in names
+            }
         self.peers = [self.workspace]
 
     def view(self, name: str, dtype: str = "u1") -> np.ndarray[Any, Any]:
@@ -92,10 +94,8 @@ class Rank:
             "trace": 0,
             "rank": self.rank,
             "spin_budget_ns": SPIN_BUDGET,
-            "w13_scale": self.weights["w13_scale"],
-            "w2_scale": self.weights["w2_scale"],
         }
-        values |= own
+        values |= self.weights | own
         arguments = [
             self.tensor_map(p.name) if p.kind == "tensor_map" else values[p.name]
             for p in spec.parameters

@@ -224,6 +224,14 @@ def arithmetic(ins: Instruction, d: Decoder) -> Callable[[Warp], Array] | None:
             shifted(number(gets[0](w), kind), masked(gets[1](w), 32), bits, op).astype(np.uint64),
             bits,
         )
+    if parts[:3] == ["shf", "l", "wrap"]:
+        # The upper half of two words, the second on top, shifted to the left.
+        return lambda w: masked(
+            (masked(gets[1](w), 32) << np.uint64(32) | masked(gets[0](w), 32))
+            << (gets[2](w) & np.uint64(31))
+            >> np.uint64(32),
+            32,
+        )
     if name in ("mul", "mad") and kind[0] != "f":
         return product(parts, kind, gets)
     if name == "mul":
