@@ -29,7 +29,7 @@ RECORDS = ROOT / "bench" / "results"
 OUTPUT = Path(__file__).with_name("fitted.py")
 
 # (what a source says, share by which it may be off). H200, 2026-11-29; sources:
-# edges       2.6 us into the partitions and 2.1 us out of them, measured in graphs
+# edges       a layer in a graph less its time between the first CTA's start and the last one's end
 # dispatch    timestamps of a replay with one token, 8 dispatch SMs
 # stage       +9.3 us for 256 tokens of H = 4096 on 8 SMs
 # sort        +2.3 us for 1,536 entries
@@ -40,7 +40,7 @@ OUTPUT = Path(__file__).with_name("fitted.py")
 # finalize    kernel end to y, own kernel, without the wire
 # wire        a released word of one GPU acquired by another, one way
 PRIORS: dict[str, tuple[float, float]] = {
-    "edges_us": (4.7, 0.15),
+    "edges_us": (2.4, 0.3),
     "dispatch_us": (7.3, 0.15),
     "stage_ns": (0.07, 0.3),
     "sort_ns": (1.5, 0.3),

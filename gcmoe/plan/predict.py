@@ -45,7 +45,7 @@ class Constants:
     """What the model needs beside facts; microseconds and nanoseconds at H200's clock.
 
     Args:
-        edges_us: graph edges into the two partitions and back out.
+        edges_us: graph edges into the layer and out of it.
         dispatch_us: dispatch of a token, first CTA's start to the first full block.
         stage_ns: to quantise and stage one element, per dispatch SM.
         sort_ns: to sort one entry; every dispatch CTA sorts all.

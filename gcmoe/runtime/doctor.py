@@ -32,7 +32,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of ``gcmoe doctor``."""
     parser.add_argument("--device", type=int, default=0, metavar="N", help="GPU to examine; 0")
     parser.add_argument(
-        "--dispatch-sms", type=int, default=16, metavar="N", help="to split off; 16"
+        "--dispatch-sms",
+        type=int,
+        default=16,
+        metavar="N",
+        help="of green contexts, to split off; 16",
     )
     parser.add_argument("--cache", metavar="DIR", help="kernel cache; default: of this user")
 
@@ -82,25 +86,35 @@ def gpu(ns: argparse.Namespace) -> Findings:
             yield Finding(NOTE, "GPU", f"{text}: kernels for {arch} are {device.NOT_YET_RUN}")
 
 
-def partitions(ns: argparse.Namespace) -> Findings:
+def module_loading(ns: argparse.Namespace) -> Findings:
+    from gcmoe.runtime import driver
+
+    mode = driver.call("cuModuleGetLoadingMode")
+    yield Finding(OK, "module loading", f"{driver.name_of(mode)}: kernels are loaded up front")
+
+
+def green_contexts(ns: argparse.Namespace) -> Findings:
+    """A layer needs none: they are an option, for comparisons."""
     import torch
 
-    from gcmoe.runtime import driver, partition
+    from gcmoe.errors import GCMoEError
+    from gcmoe.runtime import partition
 
     device = torch.device("cuda", ns.device)
     with torch.cuda.device(device):
         torch.zeros(1, device=device)
-        report = partition.get_partition(device, ns.dispatch_sms).report
-        yield Finding(
-            OK,
-            "green contexts",
-            f"{report.dispatch_sms} + {report.compute_sms} of {report.num_sms} SMs for "
-            f"{report.requested} asked, granule {report.granule}",
-        )
-        level = OK if report.work_queues == "balanced" else NOTE
-        yield Finding(level, "work queues", report.work_queues)
-        mode = driver.call("cuModuleGetLoadingMode")
-        yield Finding(OK, "module loading", f"{driver.name_of(mode)}: kernels are loaded up front")
+        try:
+            report = partition.get_partition(device, ns.dispatch_sms, green_contexts=True).report
+        except GCMoEError as error:
+            text = f"not for green_contexts = True: {error}".splitlines()[0]
+            yield Finding(NOTE, "green contexts", text)
+            return
+    yield Finding(
+        OK,
+        "green contexts",
+        f"{report.dispatch_sms} + {report.compute_sms} of {report.num_sms} SMs for "
+        f"{report.requested} asked, granule {report.granule}; work queues: {report.work_queues}",
+    )
     connections = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS")
     if connections is not None:
         text = f"CUDA_DEVICE_MAX_CONNECTIONS={connections}: replays still overlapped when tried"
@@ -177,7 +191,8 @@ CHECKS: tuple[tuple[str, Callable[[argparse.Namespace], Findings], bool], ...] =
     ("packages", packages, False),
     ("driver", driver_version, False),
     ("GPU", gpu, False),
-    ("green contexts", partitions, True),
+    ("module loading", module_loading, True),
+    ("green contexts", green_contexts, True),
     ("peers", peers, True),
     ("symmetric memory", symmetric_memory, False),
     ("kernel language", kernel_language, False),

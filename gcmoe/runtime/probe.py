@@ -12,6 +12,7 @@ more blocks than slots, and raise ``PeerTimeout`` on ``token_ring_empty``.
 
 Compute waits half as long as dispatch here, so that a compute kernel that keeps dispatch away is
 the one that expires: it then finds ``in_flight`` unclaimed, because no CTA of dispatch has begun.
+That can happen in green contexts only: in one context compute hangs on dispatch.
 """
 
 from __future__ import annotations

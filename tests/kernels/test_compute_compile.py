@@ -25,6 +25,7 @@ CASES: dict[str, tuple[MoEConfig, int, bool]] = {
     "v4-flash-8": (MoEConfig(4096, 2048, 32, 6, 8, 10.0), 1, False),
     "v4-flash-64": (MoEConfig(4096, 2048, 32, 6, 64, 10.0), 1, False),
     "v4-flash-256": (MoEConfig(4096, 2048, 32, 6, 256, 10.0), 1, False),
+    "v4.1-flash-256": (MoEConfig(5120, 2304, 48, 6, 256, 10.0), 1, False),
     "v4-flash-64-trace": (MoEConfig(4096, 2048, 32, 6, 64, 10.0), 1, True),
     "v4.1-flash-64-ep8": (MoEConfig(5120, 2304, 384, 6, 64, 10.0), 8, False),
     "odd-windows-ep2": (MoEConfig(512, 384, 6, 3, 33, None), 2, False),
@@ -139,6 +140,16 @@ def test_main_loops_keep_uniform_registers(name: str) -> None:
 
 
 # ------------------------------------------------------------------------------------- the PTX
+
+
+@every
+def test_it_is_counted_and_releases_finalize_behind_the_end_of_dispatch(name: str) -> None:
+    """PTX demands the wait of a kernel behind a programmatic edge."""
+    ptx = build(name).ptx
+    order = ("griddepcontrol.wait;", "compute_done write", "griddepcontrol.launch_dependents;")
+    assert [ptx.count(text) for text in order] == [1, 1, 1]
+    places = [ptx.index(text) for text in order]
+    assert places == sorted(places)
 
 
 @every

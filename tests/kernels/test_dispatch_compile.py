@@ -115,6 +115,14 @@ def test_read_edges(ptx: str, edge: Edge) -> None:
         assert has(lines, f"fence.proxy.{edge.read_proxy_fence}")
 
 
+def test_compute_is_released_before_anything_else(ptx: str) -> None:
+    """A CTA that waited for something first would keep compute away, or worse, half of it."""
+    assert ptx.count("griddepcontrol.launch_dependents;") == 1
+    body = ptx[ptx.index("{", ptx.index(".entry")) : ptx.index("griddepcontrol.launch_dependents;")]
+    for text in ("global", "bar", "bra", "shared::"):
+        assert text not in body, text
+
+
 def test_full_is_counted_after_the_waits_of_its_writers(ptx: str) -> None:
     lines = marked_lines(ptx, f"{FULL.name} write")
     assert [line.split()[0].rstrip(";") for line in lines] == [
