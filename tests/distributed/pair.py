@@ -120,9 +120,10 @@ def packed_of(h: int, i: int, e: int, seed: int, first: int, count: int) -> Pack
 
 
 class Pair:
-    """This rank of the two, within a scenario.
+    """This rank of a scenario.
 
     Attributes:
+        peer: the other one of two ranks.
         group: a process group of the scenario's own, so that a failure spoils no other scenario.
     """
 
@@ -138,7 +139,7 @@ class Pair:
 
     def begin(self) -> None:
         limit = timedelta(seconds=GROUP_LIMIT_S)
-        self.group = dist.new_group([0, 1], backend="gloo", timeout=limit)
+        self.group = dist.new_group(backend="gloo", timeout=limit)
         self.ranks = RankGroup(self.group)
         self.ranks.open_barriers()
 

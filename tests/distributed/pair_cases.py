@@ -1,4 +1,4 @@
-"""What the two-rank suite runs: layers, groups of scenarios, and the kernels that they need.
+"""What the suite of several ranks runs: layers, groups of scenarios, and their kernels.
 
 Importing this module touches no GPU and no process group.
 """
@@ -27,7 +27,7 @@ class PairCase:
     """A layer and what its kernels are compiled for.
 
     Args:
-        ranks: 2, or 1 for the layer of one rank that results are compared with.
+        ranks: R, or 1 for the layer of one rank that results are compared with.
     """
 
     config: MoEConfig
@@ -73,6 +73,8 @@ CASES: dict[str, PairCase] = {
     "small-ring-late": PairCase(
         _layer(512, 384, 32, 2, 256, None), ring_slots=2, jitter_ns=JITTER_NS
     ),
+    "ranks-4": PairCase(_layer(256, 128, 8, 2, 24, 2.0), 4),
+    "ranks-8": PairCase(_layer(256, 128, 16, 2, 24, 2.0), 8),
 }
 
 
@@ -123,6 +125,7 @@ class Group:
         limit_s: seconds until the processes are killed.
         backend: of WORLD.
         store_s: time-out of the process group and its store.
+        ranks: processes; where there are fewer GPUs they share them, which is slow.
         reports: ranks that live to report.
         environment: on top of the caller's.
         on_gpu: needs a GPU for each rank.
@@ -132,11 +135,14 @@ class Group:
     limit_s: float
     backend: str = "gloo"
     store_s: float = 40.0
+    ranks: int = RANKS
     reports: int = RANKS
     environment: dict[str, str] = field(default_factory=dict)
     on_gpu: bool = True
 
 
+MANY = ("many_ranks", "many_ranks_in_a_graph", "many_ranks_skip")
+SHARED = {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}
 GROUPS: dict[str, Group] = {
     "layers": Group(
         ("small_shapes", "flash_layer", "two_layers_in_a_graph", "two_streams", "two_operators"),
@@ -180,6 +186,8 @@ GROUPS: dict[str, Group] = {
         120.0 + 0.002 * soak_replays() + 0.01 * soak_flash_replays(),
     ),
     "speed": Group(("speed",), 150.0),
+    "ranks-4": Group(MANY, 150.0, ranks=4, reports=4, environment=SHARED),
+    "ranks-8": Group(MANY, 200.0, ranks=8, reports=8, environment=SHARED),
     # Without a GPU: the launcher itself.
     "selftest": Group(("passes", "fails_on_one_rank", "meets_again"), 60.0, on_gpu=False),
     "cpu": Group(

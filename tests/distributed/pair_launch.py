@@ -16,7 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from pair_cases import GROUPS, RANKS
+from pair_cases import GROUPS
 
 WORKER = Path(__file__).with_name("worker.py")
 MARK = "PAIR "
@@ -85,7 +85,7 @@ def run_group(name: str) -> Report:
     group = GROUPS[name]
     command = [
         sys.executable,
-        *("-m", "torch.distributed.run", "--nnodes", "1", "--nproc-per-node", str(RANKS)),
+        *("-m", "torch.distributed.run", "--nnodes", "1", "--nproc-per-node", str(group.ranks)),
         *("--master-addr", "127.0.0.1", "--master-port", str(free_port())),
         str(WORKER),
         name,

@@ -30,7 +30,7 @@ from pair_launch import MARK
 from gcmoe.errors import GCMoEError
 from gcmoe.runtime.group import RankGroup
 
-MODULES = ("layers", "create", "faults", "soak", "speed")
+MODULES = ("layers", "create", "faults", "soak", "speed", "many")
 WITHOUT_GPU = ("selftest", "cpu")
 PR_SET_PDEATHSIG = 1
 EXIT_MARGIN_S = 5.0
@@ -69,7 +69,8 @@ def main() -> None:
     if group.on_gpu:
         import torch
 
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        gpus = torch.cuda.device_count()
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % gpus)
         torch.cuda.set_device(device)
     dist.init_process_group(group.backend, timeout=timedelta(seconds=group.store_s))
     rank = dist.get_rank()
