@@ -289,8 +289,9 @@ class MoE:
 
         def verdict(is_last: bool) -> probe.Verdict:
             view = self._workspace.view
-            abort, in_flight = bool(view("abort").any()), bool(view("in_flight").any())
-            return probe.judge(self._record.read(), abort, in_flight, is_last)
+            has_begun = bool(view("in_flight").any()) or not self._partition.is_split
+            abort = bool(view("abort").any())
+            return probe.judge(self._record.read(), abort, has_begun, is_last)
 
         probe.require_hand_off(
             lambda shares: probe.run(

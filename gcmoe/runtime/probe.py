@@ -106,13 +106,14 @@ def run(
         ranks.together("the hand-off probe", replay)
 
 
-def judge(record: Sequence[int], abort: bool, in_flight: bool, is_last_turn: bool) -> Verdict:
+def judge(record: Sequence[int], abort: bool, has_begun: bool, is_last_turn: bool) -> Verdict:
     """The verdict of one rank.
 
     Args:
         record: the words of the fault record.
         abort: the sticky abort word is set.
-        in_flight: dispatch has claimed the workspace and finalize has not ended the replay.
+        has_begun: dispatch has claimed the workspace and finalize has not ended the replay; or
+            compute could not come before dispatch, as in one context.
         is_last_turn: a rank whose dispatch has not begun this time either was not merely late.
     """
     error = faults.error_of(record)
@@ -120,7 +121,7 @@ def judge(record: Sequence[int], abort: bool, in_flight: bool, is_last_turn: boo
         return Verdict("passed")
     words = dict(zip(RECORD_WORDS, record, strict=False))
     waited_for_routes = (words["role"], words["cell"]) == (Role.COMPUTE, Cell.ROUTES)
-    if not in_flight and ((error is not None and waited_for_routes) or is_last_turn):
+    if not has_begun and ((error is not None and waited_for_routes) or is_last_turn):
         text = "dispatch did not begin while compute waited for it"
         return Verdict("serialised", text, likely_cause())
     if error is None:

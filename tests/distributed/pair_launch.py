@@ -11,6 +11,8 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -74,6 +76,21 @@ def kill_tree(process: subprocess.Popen[bytes]) -> None:
     process.wait(timeout=30)
 
 
+@contextmanager
+def ended_by_sigterm() -> Iterator[None]:
+    """SIGTERM, which ``timeout`` sends, raises SystemExit, so that the processes below are killed:
+    they would go on using the GPUs."""
+
+    def end(number: int, frame: Any) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def free_port() -> int:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
@@ -99,7 +116,7 @@ def run_group(name: str) -> Report:
     }
     start = time.monotonic()
     expired = False
-    with tempfile.TemporaryFile() as log:
+    with ended_by_sigterm(), tempfile.TemporaryFile() as log:
         process = subprocess.Popen(
             command, stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True
         )

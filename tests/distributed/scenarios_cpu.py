@@ -18,7 +18,7 @@ from pair_cases import CASES
 
 import gcmoe
 from gcmoe import operator
-from gcmoe.errors import GCMoEError, UnsupportedConcurrency
+from gcmoe.errors import GCMoEError, PeerTimeout, UnsupportedConcurrency
 from gcmoe.kernels.build import CompiledKernel, parameter_size
 from gcmoe.protocol import Cell, Role
 from gcmoe.runtime import device, driver, memory
@@ -119,8 +119,8 @@ def pair_of(world: RankGroup) -> Any:
     return _pairs[0]
 
 
-def make(pair: Any) -> gcmoe.MoE:
-    return gcmoe.MoE(CASES["tiny"].config, pair.group)
+def make(pair: Any, **options: Any) -> gcmoe.MoE:
+    return gcmoe.MoE(CASES["tiny"].config, pair.group, **options)
 
 
 def cpu_unequal_arguments(world: RankGroup) -> Any:
@@ -233,7 +233,8 @@ def late_in_the_second_barrier(pair: Any, op: gcmoe.MoE) -> None:
 
 
 def cpu_probe_serialised(world: RankGroup) -> Any:
-    """The driver of rank 1 runs compute alone until it gives up: refused on both ranks."""
+    """The driver of rank 1 runs compute alone until it gives up: refused on both ranks. In one
+    context that cannot happen, so there the same record says that a rank was late."""
     pair = pair_of(world)
     launch = type(pair.stand_in)._call
     found: list[Any] = []
@@ -253,11 +254,13 @@ def cpu_probe_serialised(world: RankGroup) -> Any:
     memory.HostRecord.__init__ = remember  # type: ignore[method-assign]
     type(pair.stand_in)._call = serialised
     try:
-        error = scenarios_create.refusal(pair, lambda: make(pair))
+        error = scenarios_create.refusal(pair, lambda: make(pair, green_contexts=True))
+        late = scenarios_create.refusal(pair, lambda: make(pair))
     finally:
         type(pair.stand_in)._call = launch
         memory.HostRecord.__init__ = allocate  # type: ignore[method-assign]
     expect(type(error) is UnsupportedConcurrency, f"{type(error).__name__}: {error}")
     expect("rank 1 dispatch did not begin" in str(error), str(error))
+    expect(type(late) is PeerTimeout, f"{type(late).__name__}: {late}")
     make(pair).close()
     return str(error)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import ast
 import os
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
-from pair_cases import CASES, GPU_SCENARIOS, GROUPS, case_specs
+from pair_cases import CASES, GPU_SCENARIOS, GROUPS, RANKS, case_specs
 from pair_launch import descendants, report_of, run_group
 
 HERE = Path(__file__).parent
@@ -45,6 +48,32 @@ def test_a_group_that_hangs_is_killed_and_says_where() -> None:
     assert "in hangs" in report.output
     assert report.seconds < 45
     assert descendants(os.getpid()) == []
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_a_killed_launcher_leaves_no_process_behind() -> None:
+    """Workers would keep the GPUs, whatever runs there next."""
+    code = "from pair_launch import run_group; run_group('selftest-hang')"
+    launcher = subprocess.Popen([sys.executable, "-c", code], cwd=HERE)
+    try:
+        wanted, tree, deadline = RANKS + 1, [], time.monotonic() + 30
+        while len(tree) < wanted and time.monotonic() < deadline:
+            time.sleep(0.2)
+            tree = descendants(launcher.pid)
+        assert len(tree) >= wanted
+    finally:
+        launcher.terminate()
+        launcher.wait(timeout=10)
+    deadline = time.monotonic() + 10
+    while any(map(is_alive, tree)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert [pid for pid in tree if is_alive(pid)] == []
 
 
 @pytest.mark.parametrize("scenario", GROUPS["cpu"].scenarios)

@@ -30,7 +30,7 @@ HEADER = record(Role.DISPATCH, Cell.RECV_HEADER, 1)
 
 
 @pytest.mark.parametrize(
-    ("words", "abort", "in_flight", "is_last", "kind"),
+    ("words", "abort", "has_begun", "is_last", "kind"),
     [
         (NO_FAULT, False, False, False, "passed"),
         (ROUTES, True, False, False, "serialised"),
@@ -41,10 +41,12 @@ HEADER = record(Role.DISPATCH, Cell.RECV_HEADER, 1)
         (NO_FAULT, True, False, False, "late"),
         (NO_FAULT, True, False, True, "serialised"),
         (NO_FAULT, True, True, True, "late"),
+        # In one context, where dispatch has always begun.
+        (ROUTES, True, True, True, "late"),
     ],
 )
-def test_verdicts(words, abort, in_flight, is_last, kind):
-    verdict = judge(words, abort, in_flight, is_last)
+def test_verdicts(words, abort, has_begun, is_last, kind):
+    verdict = judge(words, abort, has_begun, is_last)
     assert verdict.kind == kind
     assert bool(verdict.text) == (kind != "passed")
 
@@ -144,8 +146,16 @@ def test_compute_waits_half_as_long_as_the_others():
 def test_a_driver_that_serialises_is_refused(make, standin, monkeypatch):
     serialising = Serialising(standin, monkeypatch, ROUTES, 9)
     with pytest.raises(UnsupportedConcurrency, match="must run at the same time"):
-        make()
+        make(green_contexts=True)
     assert serialising.launches == 1
+
+
+def test_in_one_context_nothing_serialises(make, standin, monkeypatch):
+    """Compute hangs on dispatch there: whatever did not begin was late."""
+    serialising = Serialising(standin, monkeypatch, ROUTES, 9)
+    with pytest.raises(PeerTimeout, match="the hand-off probe"):
+        make()
+    assert serialising.launches == len(BUDGETS_S)
 
 
 def test_ranks_that_were_late_get_a_second_probe(make, standin, monkeypatch):
