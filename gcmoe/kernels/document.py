@@ -10,6 +10,7 @@ import argparse
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from gcmoe.kernels.build import compile_kernel, cubin_registers, cubin_stack, kernel_class
@@ -17,6 +18,7 @@ from gcmoe.kernels.compile import DEFAULT_CAPACITIES
 from gcmoe.kernels.spec import kernel_spec
 from gcmoe.models import MODELS, get_model
 from gcmoe.plan import LayerPlan, make_plan
+from gcmoe.plan.fit import read_records
 from gcmoe.protocol import Role
 from gcmoe.protocol.document import table
 
@@ -27,9 +29,22 @@ REGISTER_FILE, SHARED_BYTES = 65_536, 232_448
 STATIC = (
     "model", "max_tokens", "SMs dispatch + compute", "token tiles", "consumer warps", "stages",
     "registers consumer / producer", "threads d / c / f", "shared memory d / c / f",
+    "floor / time",
 )  # fmt: skip
 COMPILED = ("registers at launch d / c / f", "stack d / c / f")
 ROLES = (Role.DISPATCH, Role.COMPUTE, Role.FINALIZE)
+
+
+@cache
+def achieved() -> dict[tuple[str, int], str]:
+    """Fraction of the floor by model and tokens, of one rank's share with that capacity, in the
+    newest record."""
+    rows = sorted(read_records(), key=lambda row: row.created)
+    return {
+        (row.model, row.num_tokens): f"{row.floor_us / row.median_us:.2f}"
+        for row in rows
+        if row.plan.num_ranks == 1 and row.plan.config.max_tokens == row.num_tokens
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +73,7 @@ class Variant:
             f"{tiles.consumer_registers} / {tiles.producer_registers}",
             " / ".join(str(int(kernel.threads)) for kernel in kernels),
             " / ".join(f"{int(kernel.smem_bytes):,}" for kernel in kernels),
+            achieved().get((self.model, self.max_tokens), "-"),
         ]
 
     def compiled_cells(self) -> list[str]:
@@ -88,7 +104,8 @@ def introduction() -> list[str]:
         "Compute has four producer warps beside its consumer warps; it is launched with the",
         "registers of the last column but one, and `setmaxnreg` then hands them to the consumers.",
         "Stack is bytes per thread: 0 means that nothing spills. A stage is 256 rows x 256 columns",
-        "of weights, 34,816 bytes, and their tokens.",
+        "of weights, 34,816 bytes, and their tokens. Floor / time is what the whole layer reached on",
+        "one H200 with as many tokens, one rank's share (newest record of bench/results).",
         "",
     ]
 

@@ -69,6 +69,7 @@ class Measured:
         plan: as recorded.
         num_tokens: T of each rank.
         median_us: of the layer.
+        floor_us: bytes of the experts that were touched, at the read rate.
         phases: microseconds of phases, by name, or empty.
         record, created: file name and UTC time of the record.
     """
@@ -77,6 +78,7 @@ class Measured:
     plan: LayerPlan
     num_tokens: int
     median_us: float
+    floor_us: float
     phases: dict[str, float]
     record: str
     created: str
@@ -102,8 +104,8 @@ def measured_of(row: dict[str, Any], record: str, created: str) -> Measured | No
     tiles["widths"] = tuple(tiles["widths"])
     plan = replace(plan, tiles=TilePlan(**tiles))
     phases = row.get("trace_us") or {}
-    median = row["median_us"]
-    return Measured(row["model"], plan, num_tokens, median, phases, record, created)
+    times = row["median_us"], row["floor_us"]
+    return Measured(row["model"], plan, num_tokens, *times, phases, record, created)
 
 
 def read_record(path: Path, gpu: str = "H200") -> list[Measured]:

@@ -285,7 +285,7 @@ def test_only_rows_of_the_fitted_model_are_accepted():
 
 ROW = {
     "model": "glm-5.2", "impl": "gcmoe", "variant": "default", "correct": True, "median_us": 100.0,
-    "ranks": 2, "share_of": 8, "tokens_per_rank": 16,
+    "ranks": 2, "share_of": 8, "tokens_per_rank": 16, "floor_us": 80.0,
     "plan": {"dispatch_sms": 24, "tiles": {
         "widths": [8, 16, 24, 32], "warpgroups": 2, "subtiles": 2, "stages": 4,
         "producer_registers": 40, "consumer_registers": 232,
