@@ -104,7 +104,7 @@ def introduction() -> list[str]:
         "Compute has four producer warps beside its consumer warps; it is launched with the",
         "registers of the last column but one, and `setmaxnreg` then hands them to the consumers.",
         "Stack is bytes per thread: 0 means that nothing spills. A stage is 256 rows x 256 columns",
-        "of weights, 34,816 bytes, and their tokens. Floor / time is what the whole layer reached on",
+        "of weights, 34,816 bytes, and their tokens. Floor / time: what the whole layer reached on",
         "one H200 with as many tokens, one rank's share (newest record of bench/results).",
         "",
     ]
