@@ -388,6 +388,18 @@ MUTANTS: dict[str, Callable[[str], str]] = {
 }
 
 
+SCHEDULES = 4
+"""What a lost wait lets happen does not happen under every schedule."""
+
+
+def is_noticed(c: Compute) -> bool:
+    try:
+        run_and_check(c)
+    except (AssertionError, ValueError):
+        return True
+    return False
+
+
 @pytest.mark.parametrize("name", MUTANTS)
 def test_the_machine_notices(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     cfg = config(20, experts=2)
@@ -397,8 +409,6 @@ def test_the_machine_notices(name: str, monkeypatch: pytest.MonkeyPatch) -> None
     layers.compiled.cache_clear()
     monkeypatch.setattr(layers, "compile_kernel", lambda k, a: (change(plain(k, a)[0]), b""))
     try:
-        c = prepare(cfg, batch)
-        with pytest.raises((AssertionError, ValueError)):
-            run_and_check(c)
+        assert any(is_noticed(prepare(cfg, batch, seed)) for seed in range(SCHEDULES))
     finally:
         layers.compiled.cache_clear()
