@@ -39,7 +39,8 @@ class LayerGraph:
     without the edge compute sometimes comes first and keeps the SM that it waits for. CTAs of
     compute beyond the SMs that are free start as dispatch leaves its own. The CTAs of compute
     release finalize when they take no more tickets, so finalize gets the SMs that compute leaves.
-    Each role waits for the end of the one before, so finalize, the only leaf, ends last.
+    Each role waits for the end of the one before, so finalize, the only leaf, ends last. The edge
+    into dispatch must be a whole one: compute reads bases, ticket and weights before it waits.
 
     In two green contexts dispatch and compute start side by side, each in its own. ``late``, a
     second node of compute in dispatch's context behind dispatch, takes tickets like the first;
