@@ -7,16 +7,30 @@ raises when an access is not ordered behind what it needs.
 
 from __future__ import annotations
 
+from typing import Any
+
 import blackwell_layer as layers
+import numpy as np
 import pytest
 import torch
-from ptx_machine import Machine
+from ptx_machine import Launch, Machine
 
 from gcmoe.config import MoEConfig
 from gcmoe.kernels.dispatch_memory import PULLING_WARPS
 from gcmoe.numerics import permute_window, quantize_input
 from gcmoe.plan import make_plan
-from gcmoe.protocol import BlockEntry, Role, RoutesHeader, RowMeta, fragment_position
+from gcmoe.protocol import (
+    BlockEntry,
+    Cell,
+    Entry,
+    FaultKind,
+    FaultRecord,
+    RecvHeader,
+    Role,
+    RoutesHeader,
+    RowMeta,
+    fragment_position,
+)
 
 SMS = 8
 EARLY_ROWS = SMS * PULLING_WARPS
@@ -27,7 +41,9 @@ def config(tokens: int, ranks: int, experts: int = 3, top_k: int = 2) -> MoEConf
     return MoEConfig(256, 128, experts * ranks, top_k, tokens)
 
 
-def dispatch(cfg: MoEConfig, ranks: int, batches: list[layers.Batch], seed: int) -> list:
+def dispatch(
+    cfg: MoEConfig, ranks: int, batches: list[layers.Batch], seed: int
+) -> list[layers.Rank]:
     """All ranks after dispatch has ended everywhere."""
     machine = Machine(seed, ordered=True)
     plan = make_plan(cfg, ranks, 132, dispatch_sms=SMS)
@@ -123,3 +139,131 @@ def test_a_list_of_several_rounds() -> None:
     counts = [check_rank(rank, batches) for rank in dispatch(cfg, 2, batches, 9)]
     assert counts[0] > 1024
     assert counts[1] == 0
+
+
+# ------------------------------------------------------------------- a peer that the test plays
+
+WEIGHT_ONE = 0x3F80_0000
+
+
+class Half:
+    """Rank 0 of two, without tokens of its own; the test writes what rank 1 sends it."""
+
+    def __init__(self, experts: list[int], ring_slots: int | None = None, seed: int = 0) -> None:
+        cfg = config(128, 2, experts=6)
+        self.machine = Machine(seed, ordered=True)
+        plan = make_plan(cfg, 2, 132, dispatch_sms=SMS, ring_slots=ring_slots)
+        self.shape = plan.workspace
+        self.ranks = [layers.Rank(self.machine, plan, n, None, "sm_90a") for n in range(2)]
+        self.own = self.ranks[0]
+        for rank in self.ranks:
+            rank.peers = [other.workspace for other in self.ranks]
+        self.generation = int(self.own.view("bases", "u4")[0])
+        self.num_rows = len(experts)
+        for n, expert in enumerate(experts):
+            self.entries[n] = Entry.pack(WEIGHT_ONE, n % 128, n // 128, expert)
+
+    def sent(self, region: str, length: int) -> np.ndarray[Any, Any]:
+        """What rank 1 stores in a region for this generation."""
+        cells = self.own.view(region, "u8").reshape(2, 2, length)
+        return cells[self.generation & 1, 1]
+
+    @property
+    def entries(self) -> np.ndarray[Any, Any]:
+        return self.sent("recv_entries", self.shape.entry_capacity)
+
+    def launch(self, call: int = 0, **own: int) -> Launch:
+        header = RecvHeader.pack(self.generation, call, self.num_rows)
+        self.sent("recv_header", self.shape.header_words)[:] = header
+        empty = self.machine.memory.map(np.zeros(16, dtype=np.uint8))
+        tensors = dict.fromkeys(("x", "topk_ids", "topk_weights"), empty)
+        return self.own.launch(
+            Role.DISPATCH, SMS, num_tokens=0, ids_are_int64=0, call=0, **tensors, **own
+        )
+
+    def fault(self) -> FaultRecord:
+        return FaultRecord.decode(tuple(self.own.fault.view("<u4").tolist()))
+
+    def require_nothing_published(self) -> None:
+        assert not self.own.view("token_ring_full", "u4").any()
+        assert self.own.view("routes", "u8")[0] == 0
+
+
+def experts_of(rows: int) -> list[int]:
+    return [n % 3 for n in range(rows)]
+
+
+@pytest.mark.parametrize(
+    ("rows", "where", "fields"),
+    [(40, 39, (1, 0, 7)), (64, 0, (1, 5, 1)), (64, 17, (128, 0, 1)), (90, 80, (1, 0, 6))],
+    ids=["early, expert", "early, slot", "early, token", "sorted, expert"],
+)
+def test_an_impossible_entry_is_a_fault_while_loads_are_under_way(
+    rows: int, where: int, fields: tuple[int, int, int]
+) -> None:
+    half = Half(experts_of(rows))
+    half.entries[where] = Entry.pack(WEIGHT_ONE, *fields)
+    half.machine.run(half.launch())
+    assert half.fault().kind == FaultKind.BAD_COUNT
+    assert all(rank.view("abort", "u4")[0] == 1 for rank in half.ranks)
+    half.require_nothing_published()
+
+
+@pytest.mark.parametrize("what", ["claim", "call", "abort"])
+def test_what_ends_dispatch_before_it_pulls(what: str) -> None:
+    half = Half(experts_of(40))
+    if what == "claim":
+        half.own.view("in_flight", "u4")[0] = 9
+    if what == "abort":
+        half.own.view("abort", "u4")[0] = 1
+    half.machine.run(half.launch(call=3 if what == "call" else 0, spin_budget_ns=200_000))
+    if what == "abort":
+        assert not half.own.fault.any()
+    else:
+        kinds = {"claim": FaultKind.OVERLAPPING_REPLAYS, "call": FaultKind.CALL_MISMATCH}
+        assert half.fault().kind == kinds[what]
+    half.require_nothing_published()
+
+
+@pytest.mark.parametrize("rows", [40, EARLY_ROWS, 90])
+def test_slots_that_are_never_emptied_are_a_fault(rows: int) -> None:
+    half = Half(experts_of(rows), ring_slots=2)
+    half.machine.run(half.launch(spin_budget_ns=20_000))
+    fault = half.fault()
+    assert (fault.kind, fault.cell) == (FaultKind.TIMEOUT, Cell.TOKEN_RING_EMPTY)
+
+
+@pytest.mark.parametrize("rows", [60, EARLY_ROWS, 90, 200])
+def test_two_slots_serve_all_blocks(rows: int) -> None:
+    """Early rows are pulled in the order of the list, whatever their blocks: each warp has one. The
+    test empties a slot now and then, block by block, as compute does."""
+    experts = np.random.default_rng(rows).integers(0, 6, rows).tolist()
+    half = Half(experts, ring_slots=2, seed=rows)
+    shape, ring = half.shape, half.shape.ring
+    counts = np.bincount(experts, minlength=shape.local_experts).tolist()
+    num_blocks = sum(-(-count // shape.block_rows) for count in counts)
+    assert num_blocks > 2
+    full = half.own.view("token_ring_full", "u4")
+    empty = half.own.view("token_ring_empty", "u4")
+    emptied, work = [], half.machine.work
+
+    def take() -> bool:
+        block = len(emptied)
+        slot, epoch = block % 2, block // 2
+        assert full[slot] <= ring.full_target(epoch)
+        if full[slot] < ring.full_target(epoch):
+            return False
+        emptied.append(block)
+        empty[slot] += ring.empty_units
+        return True
+
+    def work_and_take(ctas: Any) -> bool:
+        moved = work(ctas)
+        tries = len(emptied) < num_blocks and half.machine.random.random() < 0.05
+        return (tries and take()) or moved
+
+    half.machine.work = work_and_take  # type: ignore[method-assign]
+    half.machine.run(half.launch())
+    assert not half.own.fault.any()
+    while len(emptied) < num_blocks:
+        assert take()
