@@ -96,7 +96,7 @@ class MoE:
 
     Raises:
         UnsupportedDevice: no GPU that there are kernels for, an old driver, or no peer atomics.
-        UnsupportedConcurrency: the kernels of a replay do not run at once; on all ranks.
+        UnsupportedConcurrency: kernels in two green contexts do not run at once; on all ranks.
         PeerTimeout: the probe did not end, because a rank was not heard; on all ranks.
         KernelNotCached: a kernel is missing and cannot be compiled here.
         CaptureError: the current stream is being captured.

@@ -306,10 +306,10 @@ class DispatchKernel:
         is_loaded = self.load_early(s, parity, num_rows)
         low, weight, src = self.sorting.count_entries(s, parity, num_rows, env)
         cute.arch.sync_threads()
+        is_last = s["cta"] == U32(self.spec.dispatch_ctas - 1)
         if ptx.shared_load(word_at(s, 4 * Word.BAD_ENTRY)) == U32(0):
             self.sorting.scan_experts(s)
             cute.arch.sync_threads()
-            is_last = s["cta"] == U32(self.spec.dispatch_ctas - 1)
             if is_last:
                 self.sorting.write_block_table(s)
             self.sorting.place_rows(s, parity, num_rows, low, weight, src)
@@ -325,7 +325,7 @@ class DispatchKernel:
             ptx.mbarrier_wait(s["mbarrier"].toint(), U32(0))
         if ptx.shared_load(word_at(s, 4 * Word.BAD_ENTRY)) == U32(0):
             self.pull_rows(s, num_rows, is_loaded, env)
-            if s["cta"] == U32(self.spec.dispatch_ctas - 1):
+            if is_last:
                 self.sorting.add_stats(s)
             if cutlass.const_expr(self.spec.trace):
                 cute.arch.sync_threads()

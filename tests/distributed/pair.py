@@ -185,7 +185,8 @@ class Pair:
 
     def batch(self, name: str, num_tokens: int, routing: str, seed: int) -> Batch:
         """This rank's input, another one on each rank."""
-        return make_batch(CASES[name].config, num_tokens, 2 * seed + self.rank, routing)
+        seed = self.world.size * seed + self.rank
+        return make_batch(CASES[name].config, num_tokens, seed, routing)
 
     # -------------------------------------------------------------------------- calls
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from pair import Pair, differences, expect, fault_of
 from pair_cases import CASES
-from pair_oracle import Batch, Problems, check_layer
+from pair_oracle import Problems, check_layer
 from scenarios_layers import call
 
 from gcmoe.errors import DeviceFault, PeerTimeout
@@ -20,11 +20,6 @@ GRACE_S = 6.0
 
 def name_of(pair: Pair) -> str:
     return f"ranks-{pair.world.size}"
-
-
-def batch_of(pair: Pair, num_tokens: int, routing: str, seed: int) -> Batch:
-    """This rank's input, another one on each rank."""
-    return pair.batch(name_of(pair), num_tokens, routing, 16 * seed + pair.rank)
 
 
 def tokens_of(pair: Pair, most: int) -> list[tuple[str, int, str]]:
@@ -50,7 +45,7 @@ def many_ranks(pair: Pair) -> dict[str, Any]:
     problems = Problems()
     calls = tokens_of(pair, config.max_tokens)
     for n, (what, num_tokens, routing) in enumerate(calls):
-        batch = batch_of(pair, num_tokens, routing, n)
+        batch = pair.batch(name, num_tokens, routing, n)
         check_layer(problems, f"{name} {what}", call(layer, batch), batch, experts, config)
     problems.finish()
     return {"calls": len(calls), "GPUs": torch.cuda.device_count()}
@@ -60,34 +55,35 @@ def many_ranks_in_a_graph(pair: Pair) -> dict[str, Any]:
     """Replays and eager calls in turn, bit for bit."""
     name = name_of(pair)
     config, layer = CASES[name].config, pair.layer(name)
-    batches = [batch_of(pair, (3 * pair.rank + t) % 25, "distinct", 50 + t) for t in (0, 7, 24)]
+    most = config.max_tokens
+    counts = [(3 * pair.rank + t) % (most + 1) for t in (0, 7, most)]
+    batches = [pair.batch(name, count, "distinct", 50 + n) for n, count in enumerate(counts)]
     wanted = [call(layer, batch).clone() for batch in batches]
     outputs = [torch.empty_like(batch.x) for batch in batches]
     graphs = [
         pair.capture(lambda b=b, y=y: layer(b.x, b.ids, b.weights, out=y))
         for b, y in zip(batches, outputs, strict=True)
     ]
-    expect(config.max_tokens == 24, "tokens beyond the capacity")
-    counts = []
+    found = []
     for n in range(REPLAYS):
         which = (7 * n + n // 5) % len(graphs)
         outputs[which].zero_()
         graphs[which].replay()
-        counts.append(differences(outputs[which], wanted[which]))
+        found.append(differences(outputs[which], wanted[which]))
         if n % 5 == 0:
             batch = batches[which - 1]
-            counts.append(differences(layer(batch.x, batch.ids, batch.weights), wanted[which - 1]))
+            found.append(differences(layer(batch.x, batch.ids, batch.weights), wanted[which - 1]))
     layer.op.check(synchronize=True)
-    wrong = int((torch.stack(counts) != 0).sum())
-    expect(wrong == 0, f"{wrong} of {len(counts)} results differ")
-    return {"replays": len(counts)}
+    wrong = int((torch.stack(found) != 0).sum())
+    expect(wrong == 0, f"{wrong} of {len(found)} results differ")
+    return {"replays": len(found)}
 
 
 def many_ranks_skip(pair: Pair) -> dict[str, Any]:
     """The last rank makes one call less: a fault on every rank that made it, in time; then on."""
     name = name_of(pair)
     layer = pair.layer(name, BUDGET_S)
-    batch = batch_of(pair, 24, "distinct", 90)
+    batch = pair.batch(name, CASES[name].config.max_tokens, "distinct", 90)
     wanted = call(layer, batch).clone()
     last = pair.world.size - 1
     pair.meet("skip")

@@ -162,3 +162,19 @@ def test_calls_on_changing_streams_with_changing_inputs(green_contexts: bool) ->
         for n, (which, y) in enumerate(results):
             problems.expect_equal(f"call {n}", y, wanted[which])
     problems.finish()
+
+
+def test_another_stream_waits_for_the_call_before() -> None:
+    layer, _ = layer_of("flash-64")
+    batch = make_batch(CASES["flash-64"].config, 64, 140)
+    wanted = run(layer, batch).clone()
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    results = []
+    for n in range(12):
+        with torch.cuda.stream(streams[n % 2]):
+            results.append(layer(batch.x, batch.ids, batch.weights))
+    layer.op.check(synchronize=True)
+    problems = Problems()
+    for n, y in enumerate(results):
+        problems.expect_equal(f"call {n}", y, wanted)
+    problems.finish()

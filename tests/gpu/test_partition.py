@@ -100,6 +100,9 @@ def test_in_green_contexts_every_cta_stays_in_its_partition() -> None:
             assert finalize <= compute, f"finalize on SMs {sorted(finalize - compute)}"
             assert len(records[Role.COMPUTE]) == split + op.plan.late_ctas == 132
             assert late == dispatch, f"late compute on SMs {sorted(late)}"
+            assert int(records[Role.COMPUTE][split:, START].min()) >= int(
+                records[Role.DISPATCH][:, DISPATCH_END].max()
+            )
             assert dispatch == sms(eager, Role.DISPATCH), f"replay {n}: other SMs than eager"
             assert compute == sms(eager, Role.COMPUTE, 0, split), f"replay {n}: other SMs"
         del graph
@@ -126,6 +129,7 @@ def test_where_kernels_run_changes_no_bit(options: dict) -> None:
     layer, weights = layer_of("flash-64")
     wanted = run(layer, batch)
     with fresh_operator("flash-64", **options) as other:
+        assert bool(other.plan.late_ctas) == options.get("late_compute", True)
         y = run(other.bind(weights.packed), batch)
         assert torch.equal(y.view(torch.int16), wanted.view(torch.int16))
 

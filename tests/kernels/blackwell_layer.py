@@ -118,6 +118,16 @@ class Rank:
         )
 
 
+def make_ranks(
+    machine: Machine, plan: LayerPlan, experts: ExpertWeights | None, arch: str
+) -> list[Rank]:
+    """All ranks of a plan, which know each other's workspaces."""
+    ranks = [Rank(machine, plan, n, experts, arch) for n in range(plan.num_ranks)]
+    for rank in ranks:
+        rank.peers = [other.workspace for other in ranks]
+    return ranks
+
+
 @dataclass
 class Batch:
     """What a rank's caller brings."""

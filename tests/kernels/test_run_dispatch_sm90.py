@@ -48,10 +48,9 @@ def dispatch(
     machine = Machine(seed, ordered=True)
     plan = make_plan(cfg, ranks, 132, dispatch_sms=SMS)
     assert plan.workspace.num_slots >= plan.workspace.max_blocks  # nobody empties a slot here
-    found = [layers.Rank(machine, plan, n, None, "sm_90a") for n in range(ranks)]
+    found = layers.make_ranks(machine, plan, None, "sm_90a")
     launches = []
     for rank, batch in zip(found, batches, strict=True):
-        rank.peers = [other.workspace for other in found]
         tensors = batch.x, batch.ids, batch.weights
         x, ids, weights = (machine.memory.map(layers.flat(t)) for t in tensors)
         call = {"num_tokens": len(batch.x), "ids_are_int64": 0, "call": 0}
@@ -154,10 +153,8 @@ class Half:
         self.machine = Machine(seed, ordered=True)
         plan = make_plan(cfg, 2, 132, dispatch_sms=SMS, ring_slots=ring_slots)
         self.shape = plan.workspace
-        self.ranks = [layers.Rank(self.machine, plan, n, None, "sm_90a") for n in range(2)]
+        self.ranks = layers.make_ranks(self.machine, plan, None, "sm_90a")
         self.own = self.ranks[0]
-        for rank in self.ranks:
-            rank.peers = [other.workspace for other in self.ranks]
         self.generation = int(self.own.view("bases", "u4")[0])
         self.num_rows = len(experts)
         for n, expert in enumerate(experts):

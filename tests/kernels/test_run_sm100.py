@@ -280,11 +280,7 @@ class Layer:
         self.cfg, self.machine = cfg, Machine(seed, ordered=True)
         self.plan = plan_of(cfg, ranks, ring_slots)
         self.experts = layers.random_experts(cfg, seed)
-        self.ranks = [
-            layers.Rank(self.machine, self.plan, n, self.experts, "sm_103a") for n in range(ranks)
-        ]
-        for rank in self.ranks:
-            rank.peers = [other.workspace for other in self.ranks]
+        self.ranks = layers.make_ranks(self.machine, self.plan, self.experts, "sm_103a")
 
     def replay(self, batches: list[layers.Batch]) -> list[Tensor]:
         """y of every rank. Roles wait in memory, and for the end of the one that they hang on; some

@@ -87,13 +87,6 @@ def test_the_graph_has_three_nodes_in_their_contexts(make, standin, split):
         assert (parameters.blockDimX, parameters.sharedMemBytes) == (512, 100_000)
 
 
-def test_serial_adds_one_edge(make, standin):
-    op = make(serial=True)
-    op.bind(weights())
-    nodes = standin.arguments("cuGraphAddKernelNode")
-    assert [len(node[1]) for node in nodes] == [0, 1, 0]
-
-
 def test_green_contexts_keep_the_grids_and_load_again(make, standin):
     one = make()
     assert "cuGreenCtxCreate" not in standin.names()

@@ -61,6 +61,7 @@ def test_between_green_contexts_late_compute_runs_behind_dispatch_in_its_context
     assert (compute.gridDimX, late.gridDimX) == (op.plan.compute_sms, op.plan.dispatch_sms)
     assert late.blockDimX == compute.blockDimX
     assert late.sharedMemBytes == compute.sharedMemBytes
+    assert len(standin.arguments("cuGraphAddDependencies")) == 1  # finalize waits in memory
     finalize = op._blocks(BUDGET_SHARE)[Role.FINALIZE]
     assert finalize.fields["compute_ctas"].value == 132
 
