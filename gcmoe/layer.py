@@ -14,6 +14,57 @@ from gcmoe.runtime import checks
 from gcmoe.runtime import device as devices
 
 
+class SizedReplay:
+    """The replay of a layer's calls of one size: argument blocks and graph.
+
+    Args:
+        op: the ``MoE``.
+        size: of its ``CallSize``.
+        call, packed: of the layer.
+    """
+
+    def __init__(self, op: Any, size: Any, call: int, packed: Packed) -> None:
+        self.most_tokens: int = size.most_tokens
+        blocks = op._arguments(size, call, packed)
+        dispatch, finalize = blocks[Role.DISPATCH].fields, blocks[Role.FINALIZE].fields
+        self._x, self._weights = dispatch["x"], dispatch["topk_weights"]
+        self._ids = dispatch["topk_ids"], finalize["topk_ids"]
+        self._num_tokens = dispatch["num_tokens"], finalize["num_tokens"]
+        self._int64 = dispatch["ids_are_int64"], finalize["ids_are_int64"]
+        self._y = finalize["y"]
+        self._last: tuple[Any, ...] = ()
+        self.graph = op._graph(size, blocks)
+
+    def launch(self, values: tuple[Any, ...], stream: Any) -> None:
+        """Launch the executable graph with these values; the first time, make it."""
+        graph = self.graph
+        if values != self._last:
+            self._last = ()
+            self._store(values)
+            if graph.is_instantiated:
+                graph.update(Role.DISPATCH)
+                graph.update(Role.FINALIZE)
+            else:
+                graph.instantiate()
+            self._last = values
+        graph.launch(stream)
+
+    def capture(self, values: tuple[Any, ...], stream: Any) -> None:
+        """Add the nodes, with these values, to the capture of a stream."""
+        self._last = ()  # the executable graph does not get what the blocks get now
+        self._store(values)
+        self.graph.add_to_capture(stream)
+
+    def _store(self, values: tuple[Any, ...]) -> None:
+        """Put what a call brings into the argument blocks."""
+        x, ids, weights, y, num_tokens, is_int64 = values
+        self._x.value, self._weights.value, self._y.value = x, weights, y
+        for side in (0, 1):
+            self._ids[side].value = ids
+            self._num_tokens[side].value = num_tokens
+            self._int64[side].value = is_int64
+
+
 class Layer:
     """One MoE layer: the operator with one set of weights. Made by ``MoE.bind``.
 
@@ -33,16 +84,8 @@ class Layer:
             config.top_k,
             config.max_tokens,
         )
-        blocks = op._arguments(call, packed)
-        dispatch, finalize = blocks[Role.DISPATCH].fields, blocks[Role.FINALIZE].fields
-        self._x, self._weights = dispatch["x"], dispatch["topk_weights"]
-        self._ids = dispatch["topk_ids"], finalize["topk_ids"]
-        self._num_tokens = dispatch["num_tokens"], finalize["num_tokens"]
-        self._int64 = dispatch["ids_are_int64"], finalize["ids_are_int64"]
-        self._y = finalize["y"]
-        self._last: tuple[Any, ...] = ()
         with devices.guard(op.device):
-            self._graph = op._graph(blocks)
+            self._replays = tuple(SizedReplay(op, size, call, packed) for size in op._sizes)
 
     def __call__(
         self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, out: Tensor | None = None
@@ -50,9 +93,10 @@ class Layer:
         """y = sum over slots of weight * expert(x), on the current stream.
 
         All ranks make the call, also with T = 0; T may differ. Never waits for the device. The
-        first call of a layer instantiates its graph; later ones allocate nothing but y, and nothing
-        with ``out``. Inside a graph capture it becomes one child graph; the operator must have been
-        called eagerly before, on all ranks, and the tensors' addresses are captured.
+        first call of a layer instantiates its graph, one for each class of sizes in
+        ``MoE.plan.tile_classes``; later ones allocate nothing but y, and nothing with ``out``.
+        Inside a graph capture it becomes one child graph; the operator must have been called
+        eagerly before, on all ranks, and the tensors' addresses are captured.
 
         Args:
             x: bf16 [T, H], contiguous, T <= max_tokens.
@@ -87,7 +131,7 @@ class Layer:
     def _run(
         self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, out: Tensor, num_tokens: int
     ) -> Tensor:
-        op, graph = self.op, self._graph
+        op = self.op
         values = (
             x.data_ptr(),
             topk_ids.data_ptr(),
@@ -96,45 +140,22 @@ class Layer:
             num_tokens,
             topk_ids.dtype is torch.int64,
         )
+        replay = next(each for each in self._replays if num_tokens <= each.most_tokens)
         handle = devices.stream_handle(op._index)
-        if devices.is_capturing():
-            self._capture(values, handle)
-            return out
-        if values != self._last:
-            self._last = ()
-            self._store(values)
-            if graph.is_instantiated:
-                graph.update(Role.DISPATCH)
-                graph.update(Role.FINALIZE)
-            else:
-                graph.instantiate()
-            self._last = values
         order = op._order
+        if devices.is_capturing():
+            if not op._is_warm:
+                raise CaptureError(
+                    "call a layer of this operator once outside the capture, on all ranks, before "
+                    "the first capture: kernels load and ranks meet in that call"
+                )
+            replay.capture(values, order.stream_object(handle))
+            return out
         stream = order.enter(handle)
-        graph.launch(stream)
+        replay.launch(values, stream)
         order.leave(handle, stream)
         op._is_warm = True
         return out
-
-    def _capture(self, values: tuple[Any, ...], handle: int) -> None:
-        op = self.op
-        if not op._is_warm:
-            raise CaptureError(
-                "call a layer of this operator once outside the capture, on all ranks, before the "
-                "first capture: kernels load and ranks meet in that call"
-            )
-        self._last = ()  # the eager graph does not get the arguments that the blocks get now
-        self._store(values)
-        self._graph.add_to_capture(op._order.stream_object(handle))
-
-    def _store(self, values: tuple[Any, ...]) -> None:
-        """Put what a call brings into the argument blocks."""
-        x, ids, weights, y, num_tokens, is_int64 = values
-        self._x.value, self._weights.value, self._y.value = x, weights, y
-        for side in (0, 1):
-            self._ids[side].value = ids
-            self._num_tokens[side].value = num_tokens
-            self._int64[side].value = is_int64
 
     def _check(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, index: int) -> int:
         """T; one chain of cheap comparisons, the message only when one fails."""

@@ -6,6 +6,7 @@ import os
 import warnings
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
@@ -20,7 +21,7 @@ from gcmoe.errors import (
     UnsupportedDevice,
 )
 from gcmoe.kernels.build import get_kernel
-from gcmoe.kernels.spec import KernelSpec, kernel_specs
+from gcmoe.kernels.spec import KernelSpec, call_specs
 from gcmoe.kernels.trace_words import TRACE_WORDS
 from gcmoe.layer import Layer
 from gcmoe.numerics import Packed, packed_form
@@ -48,12 +49,21 @@ from gcmoe.runtime.memory import (
     device_identity,
     require_peer_atomics,
 )
-from gcmoe.runtime.modules import load_kernel
+from gcmoe.runtime.modules import LoadedKernel, load_kernel
 from gcmoe.runtime.partition import Partition, PartitionReport, get_partition
 
 __all__ = ["Layer", "MoE", "Stats"]
 
 RESET_LIMIT_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class CallSize:
+    """The kernels of calls of up to ``most_tokens`` tokens, by role."""
+
+    most_tokens: int
+    specs: dict[Role, KernelSpec]
+    kernels: dict[Role, LoadedKernel]
 
 
 class MoE:
@@ -154,7 +164,8 @@ class MoE:
                 "creating the operator",
                 lambda: self._prepare(draft, cache_dir, green_contexts, build),
             )
-            self._ranks.require_equal(build_fingerprint(self.plan, self._kernels))
+            kernels = {size.most_tokens: size.kernels for size in self._sizes}
+            self._ranks.require_equal(build_fingerprint(self.plan, kernels))
             if self.num_ranks > 1:
                 identities = self._ranks.gather(self._identity)
                 self._ranks.together(
@@ -197,6 +208,7 @@ class MoE:
             dispatch_sms=given,
             ring_slots=draft.workspace.num_slots,
             late_compute=draft.late_ctas > 0,
+            by_batch=not self.serial,
             family=self.family,
         )
         if self.plan.dispatch_sms != given:
@@ -204,12 +216,15 @@ class MoE:
                 f"a dispatch partition in steps that the plan knows is required "
                 f"({self.plan.dispatch_sms} SMs); the driver gives {given}"
             )
-        specs = kernel_specs(self.plan, self._arch, **build)
-        self._specs: dict[Role, KernelSpec] = {spec.role: spec for spec in specs}
-        self._kernels = {
-            role: load_kernel(spec, get_kernel(spec, cache_dir), self._index, self._partition)
-            for role, spec in self._specs.items()
-        }
+        sizes = []
+        for most, _ in self.plan.tile_classes:
+            specs = call_specs(self.plan.for_tokens(most), self._arch, **build)
+            kernels = {
+                role: load_kernel(spec, get_kernel(spec, cache_dir), self._index, self._partition)
+                for role, spec in specs.items()
+            }
+            sizes.append(CallSize(most, specs, kernels))
+        self._sizes = tuple(sizes)
         split = self._partition.is_split
         self._grids = {
             Role.DISPATCH: self.plan.dispatch_sms,
@@ -227,7 +242,7 @@ class MoE:
         self._record = HostRecord()
         self._owned.append(self._record.close)
         self._traces: dict[Role, Tensor] = {}
-        for role, spec in self._specs.items():
+        for role, spec in self._sizes[-1].specs.items():
             if spec.trace:
                 ctas = self.plan.compute_ctas if role == Role.COMPUTE else self._grids[role]
                 self._traces[role] = torch.zeros(
@@ -235,14 +250,15 @@ class MoE:
                 )
         devices.synchronize(self.device)
 
-    def _blocks(self, shares: dict[Role, float]) -> dict[Role, Arguments]:
+    def _blocks(self, size: CallSize, shares: dict[Role, float]) -> dict[Role, Arguments]:
         """Argument blocks without a layer: no weights, no tokens.
 
         Args:
+            size: of the calls.
             shares: of the spin budget, by role.
         """
         blocks = {}
-        for role, spec in self._specs.items():
+        for role, spec in size.specs.items():
             block = blocks[role] = Arguments(spec)
             trace = self._traces.get(role)
             block.set_peers(self._workspace.peers)
@@ -257,22 +273,22 @@ class MoE:
         blocks[Role.FINALIZE].set(compute_ctas=self.plan.compute_ctas)
         return blocks
 
-    def _arguments(self, call: int, weights: Packed) -> dict[Role, Arguments]:
+    def _arguments(self, size: CallSize, call: int, weights: Packed) -> dict[Role, Arguments]:
         """Argument blocks of a layer, apart from what each call brings."""
-        blocks = self._blocks(BUDGET_SHARE)
+        blocks = self._blocks(size, BUDGET_SHARE)
         blocks[Role.DISPATCH].set(call=call)
         addresses = {name: getattr(weights, name).data_ptr() for name in WEIGHTS[self.family]}
         blocks[Role.COMPUTE].set_weights(addresses)
         return blocks
 
-    def _graph(self, blocks: dict[Role, Arguments]) -> LayerGraph:
+    def _graph(self, size: CallSize, blocks: dict[Role, Arguments]) -> LayerGraph:
         """A replay with these arguments."""
         late = None
         if self.plan.late_ctas and self._partition.is_split:
             late = blocks[Role.COMPUTE].copy()
             if Role.COMPUTE in self._traces:
                 late.set(trace=self._traces[Role.COMPUTE][self.plan.compute_sms].data_ptr())
-        return LayerGraph(self._kernels, blocks, self._grids, self._partition, self.serial, late)
+        return LayerGraph(size.kernels, blocks, self._grids, self._partition, self.serial, late)
 
     def _probe(self) -> None:
         """Replay once without tokens on all ranks; see :mod:`gcmoe.runtime.probe`."""
@@ -282,10 +298,11 @@ class MoE:
             # Compute may load the weights of its first tiles before it knows that it needs none.
             size = probe.weight_bytes(self.plan.workspace, self.plan.compute_ctas)
             room[:] = [torch.empty(size, dtype=torch.uint8, device=self.device)]
-            blocks = self._blocks(shares)
+            largest = self._sizes[-1]
+            blocks = self._blocks(largest, shares)
             names = WEIGHTS[self.family]
             blocks[Role.COMPUTE].set_weights(dict.fromkeys(names, room[0].data_ptr()))
-            return self._graph(blocks)
+            return self._graph(largest, blocks)
 
         def verdict(is_last: bool) -> probe.Verdict:
             view = self._workspace.view
@@ -416,7 +433,7 @@ class MoE:
             return
         devices.refuse_capture(self.device, "close()")
         self._closed = True
-        graphs = [layer._graph.close for layer in self._layers]
+        graphs = [replay.graph.close for layer in self._layers for replay in layer._replays]
         lists = [self._layers.clear, self._traces.clear]
         broken = devices.release(self.device, [*graphs, *self._owned[::-1], *lists])
         if broken is not None:

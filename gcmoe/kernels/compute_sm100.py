@@ -190,7 +190,7 @@ class ComputeKernelSm100(SchedulerSteps):
             cuda_ext.create_tensor_map_tiled(
                 global_address=rows.toint(),
                 dtype=U8,
-                global_dims=[I32(128), I32(shape.num_slots * shape.slot_rows), I32(windows)],
+                global_dims=[I32(128), I32(shape.num_slots * shape.block_rows), I32(windows)],
                 global_strides=[I64(shape.row_stride // 16), I64(8)],
                 box_dims=[128, width, 1],
                 swizzle=cuda_ext.TensorMapSwizzle.s128b,

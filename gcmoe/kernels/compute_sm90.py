@@ -160,7 +160,7 @@ class ComputeKernel(SchedulerSteps):
                 dtype=U8,
                 global_dims=[
                     I32(128),
-                    I32(self.shape.num_slots * self.shape.slot_rows),
+                    I32(self.shape.num_slots * self.shape.block_rows),
                     I32(self.w1_windows),
                 ],
                 global_strides=[I64(self.shape.row_stride // 16), I64(8)],
@@ -430,16 +430,13 @@ class ComputeKernel(SchedulerSteps):
                         self.widths[i],
                         at,
                         pointers,
-                        (t, lane, warpgroup, q, units, kind, slot, tile, rows),
+                        (t, lane, warpgroup, q, units, kind, slot, tile, rows, events),
                         words,
                         scale_bytes,
                         phases,
                         s,
                         parity,
                     )
-            if cutlass.const_expr(self.spec.trace):
-                if (tid == 0) & (go != 0):
-                    sync.mark_item(self.spec, at, events, ItemTrace.END)
             cute.arch.sync_warp()
             with cute.arch.elect_one():
                 ptx.mbarrier_arrive(at["item_free"] + q * 8)
@@ -459,7 +456,7 @@ class ComputeKernel(SchedulerSteps):
         self, width: cutlass.Constexpr, at, pointers, what, words, scale_bytes, phases, s, parity
     ):
         """One whole item of token width ``width``: main loop, epilogue, hand-over."""
-        t, lane, warpgroup, q, units, kind, slot, tile, rows = what
+        t, lane, warpgroup, q, units, kind, slot, tile, rows, events = what
         tiles = mma.TileMma(width, self.tiles, pointers, t, lane)
         s, parity = tiles.main_loop(at, units, words, scale_bytes, warpgroup, s, parity)
         ptx.mbarrier_wait(at["item_data"] + q * 8, phases[1])
@@ -475,6 +472,8 @@ class ComputeKernel(SchedulerSteps):
             ptx.shared_store(record + int(Word.TILE) * 4, tile)
             ptx.shared_store(record + int(Word.ROWS) * 4, rows)
             ptx.shared_store(record + int(Word.WIDTH) * 4, U32(width))
+            # Before the publisher has it, which records its own end.
+            sync.mark_item(self.spec, at, events, ItemTrace.END)
         ptx.fence("proxy.async.shared::cta", "stage write")
         cute.arch.sync_warp()
         with cute.arch.elect_one():

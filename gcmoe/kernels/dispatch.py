@@ -497,14 +497,14 @@ class DispatchKernel:
 
     def weight_row(self, row: Any) -> Any:
         """Where the routing weight of a row lies among those of its slot."""
-        return fragment_position(row, self.spec.shape.slot_rows)
+        return fragment_position(row, self.spec.shape.block_rows)
 
     def window_scale(self, buffer: Any, slot: Any, window: Any, row: Any) -> tuple[Any, Any]:
         """(word, index) in ``ring_scale`` of a row's scale in a window, expanded to FP32; from the
         row in ``buffer``."""
         shape = self.spec.shape
         scale = ptx.shared_load_u8(buffer + I32(window) + I32(shape.hidden))
-        index = (slot * shape.num_windows + window) * shape.slot_rows + self.weight_row(row)
+        index = (slot * shape.num_windows + window) * shape.block_rows + self.weight_row(row)
         return scale << 23, index
 
     @cute.jit
@@ -512,9 +512,9 @@ class DispatchKernel:
         """The row by a bulk copy; its scales, weight and origin by plain stores. All of it is
         complete before the row is counted in ``token_ring_full``."""
         shape = self.spec.shape
-        workspace, windows, slot_rows = s["workspace"], shape.num_windows, shape.slot_rows
+        workspace, windows, block_rows = s["workspace"], shape.num_windows, shape.block_rows
         buffer, lane = self.buffer(s), s["lane"]
-        place = slot * slot_rows + row
+        place = slot * block_rows + row
         weight_row = self.weight_row(row)
         sync.after_observe(EMPTY)
         if lane == 0:
@@ -522,7 +522,7 @@ class DispatchKernel:
             ptx.bulk_store(target, buffer, I32(shape.row_stride))
             ptx.bulk_commit()
             ptx.store_u32(at(workspace, shape.offsets["ring_meta"], place, 4), meta)
-            cell = at(workspace, shape.offsets["ring_weight"], slot * slot_rows + weight_row, 4)
+            cell = at(workspace, shape.offsets["ring_weight"], slot * block_rows + weight_row, 4)
             ptx.store_u32(cell, weight)
         for turn in cutlass.range_constexpr(-(-windows // WARP)):
             window = lane + U32(turn * WARP)

@@ -105,7 +105,8 @@ def introduction() -> list[str]:
         "registers of the last column but one, and `setmaxnreg` then hands them to the consumers.",
         "Stack is bytes per thread: 0 means that nothing spills. A stage is 256 rows x 256 columns",
         "of weights, 34,816 bytes, and their tokens. Floor / time: what the whole layer reached on",
-        "one H200 with as many tokens, one rank's share (newest record of bench/results).",
+        "one H200 with as many tokens, one rank's share (newest record of bench/results). A call",
+        "of few tokens uses the tiles of its own row also where max_tokens is larger.",
         "",
     ]
 

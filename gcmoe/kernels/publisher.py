@@ -95,7 +95,7 @@ class Publisher:
     @cute.jit
     def publish_w2(self, at, workspace, lane, slot, tile, rows):
         """Rows of 256 columns to the source ranks, then their arrivals, then the ring slot."""
-        offsets, stride = self.shape.offsets, self.shape.slot_rows
+        offsets, stride = self.shape.offsets, self.shape.block_rows
         for first in cutlass.range_constexpr(0, self.max_width, 32):
             row = lane + first
             if U32(row) < rows:
@@ -139,7 +139,7 @@ class Publisher:
             src = U32(0xFFFF)
             if U32(row) < rows:
                 meta = ptx.load_u32(
-                    workspace + offsets["ring_meta"] + (I64(slot) * self.shape.slot_rows + row) * 4
+                    workspace + offsets["ring_meta"] + (I64(slot) * self.shape.block_rows + row) * 4
                 )
                 src = RowMeta.SRC.get(meta)
             same = ptx.match_any(src)

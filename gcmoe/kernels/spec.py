@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from gcmoe.plan import LayerPlan
@@ -144,13 +144,17 @@ def kernel_spec(
     prefetch: bool = True,
 ) -> KernelSpec:
     """The spec of one role of a plan; ``prefetch`` concerns compute only."""
+    shape, tiles = plan.workspace, plan.tiles
+    if role == Role.FINALIZE:  # one for all sizes of calls: it knows no blocks
+        tiles = plan.tile_classes[-1][1]
+        shape = replace(shape, block_rows=tiles.max_width)
     return KernelSpec(
         role=role,
         arch=arch,
-        shape=plan.workspace,
+        shape=shape,
         num_experts=plan.config.num_experts,
         clamp=plan.config.clamp,
-        tiles=plan.tiles,
+        tiles=tiles,
         dispatch_ctas=plan.dispatch_sms,
         trace=trace,
         jitter_ns=jitter_ns,
@@ -158,7 +162,14 @@ def kernel_spec(
     )
 
 
-def kernel_specs(plan: LayerPlan, arch: str, **options: Any) -> tuple[KernelSpec, ...]:
-    """The specs of all roles of a plan, in launch order; options as of :func:`kernel_spec`."""
+def call_specs(plan: LayerPlan, arch: str, **options: Any) -> dict[Role, KernelSpec]:
+    """The specs of a call that runs as ``plan`` says, in launch order; options as of
+    :func:`kernel_spec`."""
     roles = (Role.DISPATCH, Role.COMPUTE, Role.FINALIZE)
-    return tuple(kernel_spec(plan, role, arch, **options) for role in roles)
+    return {role: kernel_spec(plan, role, arch, **options) for role in roles}
+
+
+def kernel_specs(plan: LayerPlan, arch: str, **options: Any) -> tuple[KernelSpec, ...]:
+    """The specs of all kernels of an operator, each once: of all sizes of calls."""
+    specs = (call_specs(each, arch, **options).values() for each in plan.classes)
+    return tuple(dict.fromkeys(spec for of_call in specs for spec in of_call))

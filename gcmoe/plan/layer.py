@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -87,8 +88,11 @@ class TilePlan:
 NARROW_TILES = TilePlan((8, 16, 24, 32, 40), 4, 1, 4, 32, 112)
 MEDIUM_TILES = TilePlan((8, 16, 32, 40, 48), 2, 2, 4, 40, 232)
 WIDE_TILES = TilePlan((16, 32, 48, 56, 64), 2, 2, 3, 40, 232)
+WIDEST_TILES = TilePlan((16, 48, 56, 64, 72), 2, 2, 3, 40, 232)
 NARROW_MEAN_ROWS = 26
 MEDIUM_MEAN_ROWS = 36
+WIDE_MEAN_ROWS = 56
+WIDEST_MEAN_ROWS = 72
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,17 +124,21 @@ TILE_TABLE = (
         "whole layer, V4.1-Flash, T = 256: 277 us against 288 with four warpgroups (decision 15)",
     ),
     TileRow(
-        float("inf"), WIDE_TILES, "H200",
+        WIDE_MEAN_ROWS, WIDE_TILES, "H200",
         "an expert of up to 64 rows reads its weights once; whole layer, V4-Flash, T = 256: 157 us "
         "against 166 without the width 56 (decision 15)",
     ),
+    TileRow(
+        WIDEST_MEAN_ROWS, WIDEST_TILES, "H200",
+        "an expert of up to 72 rows reads its weights once; whole layer, GLM-5.2, T = 256: 286 and "
+        "293 us against 330 and 338 with up to 64 columns (decision 16)",
+    ),
+    TileRow(
+        float("inf"), WIDE_TILES, "H200",
+        "an expert takes two blocks or more: the narrower kernel wastes less in the last of them",
+    ),
 )  # fmt: skip
 """By mean rows, ascending."""
-
-
-def choose_tiles(mean_rows: float) -> TilePlan:
-    """The tiles for a full batch that gives an expert ``mean_rows`` rows on average."""
-    return next(row.tiles for row in TILE_TABLE if mean_rows <= row.mean_rows)
 
 
 def choose_split(max_tokens: int) -> SplitRow:
@@ -142,7 +150,8 @@ def choose_split(max_tokens: int) -> SplitRow:
 class LayerPlan:
     """Everything that kernels and runtime need to know; equal on all ranks.
 
-    ``tiles`` is a :class:`TilePlan`, or a ``TilePlanSm100`` where the family is sm100.
+    ``tiles`` is a :class:`TilePlan`, or a ``TilePlanSm100`` where the family is sm100. A plan of
+    :func:`make_plan` has the tiles of a full batch.
     """
 
     config: MoEConfig
@@ -153,6 +162,32 @@ class LayerPlan:
     """CTAs of compute that run on the SMs of dispatch once it has left them."""
     tiles: Any
     workspace: WorkspaceShape
+    tile_classes: tuple[tuple[int, Any], ...]
+    """(most tokens, tiles) of the kernels that an operator has, ascending; a call uses the first
+    that its own number of tokens does not exceed."""
+
+    def for_tokens(self, num_tokens: int) -> LayerPlan:
+        """How a call of ``num_tokens`` tokens runs: tiles and block rows by its size, all else by
+        the capacity.
+
+        Blocks are the receiving rank's own matter, so ranks may choose differently, and more rows
+        than expected only take more blocks.
+
+        Raises:
+            ValueError: ``num_tokens`` is not in [0, max_tokens].
+        """
+        if not 0 <= num_tokens <= self.config.max_tokens:
+            raise ValueError(
+                f"tokens = {num_tokens}: from 0 to max_tokens = {self.config.max_tokens}"
+            )
+        tiles = next(tiles for most, tiles in self.tile_classes if num_tokens <= most)
+        workspace = replace(self.workspace, block_rows=tiles.max_width)
+        return replace(self, tiles=tiles, workspace=workspace)
+
+    @property
+    def classes(self) -> tuple[LayerPlan, ...]:
+        """The plans that :meth:`for_tokens` may return, each once."""
+        return tuple(dict.fromkeys(self.for_tokens(most) for most, _ in self.tile_classes))
 
     @property
     def compute_sms(self) -> int:
@@ -190,6 +225,23 @@ def next_power_of_two(value: int) -> int:
     return 1 << max(value - 1, 0).bit_length()
 
 
+def tile_classes(
+    config: MoEConfig, num_ranks: int, table: Sequence[tuple[float, Any]]
+) -> tuple[tuple[int, Any], ...]:
+    """(most tokens, tiles) up to the capacity, ascending.
+
+    Args:
+        config, num_ranks: the layer.
+        table: (most rows per expert in the mean, tiles), ascending.
+    """
+    classes: list[tuple[int, Any]] = []
+    for mean_rows, tiles in table:
+        most = min(config.max_tokens, mean_rows * config.num_experts / (num_ranks * config.top_k))
+        if not classes or int(most) > classes[-1][0]:
+            classes.append((int(most), tiles))
+    return tuple((most, tiles) for most, tiles in classes if most)
+
+
 def make_plan(
     config: MoEConfig,
     num_ranks: int = 1,
@@ -198,6 +250,7 @@ def make_plan(
     dispatch_sms: int | None = None,
     ring_slots: int | None = None,
     late_compute: bool | None = None,
+    by_batch: bool = True,
     family: Family = "sm90",
 ) -> LayerPlan:
     """The plan of a layer.
@@ -211,6 +264,7 @@ def make_plan(
         ring_slots: S; None takes the power of two that holds every block, within 256 MiB.
         late_compute: whether compute runs on the dispatch SMs too once dispatch has ended; None
             takes it from :data:`SPLIT_TABLE`.
+        by_batch: whether calls of few tokens use the tiles of a smaller capacity.
         family: of kernels; decides tiles and the form of activation scales.
 
     Raises:
@@ -228,11 +282,15 @@ def make_plan(
             f"dispatch_sms = {asked}: positive and, rounded up to a multiple of {SM_GRANULE}, "
             f"below the {num_sms} SMs of the GPU"
         )
-    mean_rows = config.max_tokens * num_ranks * config.top_k / config.num_experts
-    tiles: Any = choose_tiles(mean_rows)
+    table: Sequence[tuple[float, Any]] = [(row.mean_rows, row.tiles) for row in TILE_TABLE]
     scale_columns = WINDOW_COLUMNS
     if family == "sm100":
-        tiles, scale_columns = tiles_sm100.choose_tiles(mean_rows), MX_COLUMNS
+        table, scale_columns = tiles_sm100.TILE_TABLE, MX_COLUMNS
+    classes = tile_classes(config, num_ranks, table)
+    if not by_batch:
+        classes = classes[-1:]
+    tiles = classes[-1][1]
+    widths = [tiles.max_width for _, tiles in classes]
     shape = WorkspaceShape(
         hidden=config.hidden,
         intermediate=config.intermediate,
@@ -241,12 +299,13 @@ def make_plan(
         num_ranks=num_ranks,
         local_experts=local_experts,
         num_slots=2,
-        slot_rows=tiles.max_width,
+        slot_rows=max(widths),
         block_rows=tiles.max_width,
+        least_block_rows=min(widths),
         header_words=max(HEADER_WORDS, dispatch_sms),
         scale_columns=scale_columns,
     )
-    slot_bytes = tiles.max_width * (shape.row_stride + config.intermediate)
+    slot_bytes = shape.slot_rows * (shape.row_stride + config.intermediate)
     most_slots = MAX_RING_BYTES // slot_bytes
     if most_slots < 2:
         raise ValueError(
@@ -270,4 +329,4 @@ def make_plan(
         )
     shape = replace(shape, num_slots=ring_slots)
     late_ctas = dispatch_sms if late_compute else 0
-    return LayerPlan(config, num_ranks, num_sms, dispatch_sms, late_ctas, tiles, shape)
+    return LayerPlan(config, num_ranks, num_sms, dispatch_sms, late_ctas, tiles, shape, classes)

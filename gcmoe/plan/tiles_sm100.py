@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 NUM_BOXES = 4
@@ -53,9 +54,9 @@ WIDE_TILES = TilePlanSm100((32, 64, 96, 128), stages=3, accumulators=1)
 NARROW_MEAN_ROWS = 20
 MEDIUM_MEAN_ROWS = 46
 
-
-def choose_tiles(mean_rows: float) -> TilePlanSm100:
-    """The tiles for a full batch that gives an expert ``mean_rows`` rows on average."""
-    if mean_rows <= NARROW_MEAN_ROWS:
-        return NARROW_TILES
-    return MEDIUM_TILES if mean_rows <= MEDIUM_MEAN_ROWS else WIDE_TILES
+TILE_TABLE = (
+    (NARROW_MEAN_ROWS, NARROW_TILES),
+    (MEDIUM_MEAN_ROWS, MEDIUM_TILES),
+    (math.inf, WIDE_TILES),
+)
+"""(Most rows per expert in the mean of a batch, tiles), ascending."""

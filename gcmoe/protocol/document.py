@@ -40,6 +40,7 @@ EXAMPLE = WorkspaceShape(
     slot_rows=40,
     block_rows=40,
     header_words=32,
+    least_block_rows=40,
 )
 """DeepSeek-V4.1-Flash on eight ranks, 64 tokens a rank."""
 
@@ -118,12 +119,13 @@ def workspace_section() -> list[str]:
         "One symmetric allocation per operator, shared by its layers and zeroed once. R ranks, EL "
         "experts of a rank, S ring slots of U rows, Q header words per source, cap = max_tokens * "
         "k entries. Cells are synchronisation state; no role reads data before a flag of the same "
-        "replay covers it. Peers access the remote regions.",
+        "replay covers it. Peers access the remote regions. A replay whose blocks have BM < U rows "
+        "packs its slots BM rows apart; cells count U rows a use whatever BM is.",
         "",
         f"The byte columns are an example: DeepSeek-V4.1-Flash on {e.num_ranks} ranks, "
         f"H = {e.hidden}, I = {e.intermediate}, k = {e.top_k}, EL = {e.local_experts}, "
         f"max_tokens = {e.max_tokens}, S = {e.num_slots}, U = {e.slot_rows}, "
-        f"Q = {e.header_words}, row_stride = {e.row_stride}, max_blocks = {e.max_blocks}: "
+        f"Q = {e.header_words}, row_stride = {e.row_stride}, table_blocks = {e.table_blocks}: "
         f"{e.num_bytes:,} bytes.",
         "",
         *table(["region", "shape", "kind", "remote", "offset", "bytes", "holds"], rows),

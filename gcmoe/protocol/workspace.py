@@ -51,7 +51,9 @@ class WorkspaceShape:
         local_experts: EL.
         num_slots: S, slots of the token ring, a power of two.
         slot_rows: U, rows of a slot.
-        block_rows: BM <= U, rows of a full block.
+        block_rows: BM <= U, rows of a full block. The slots of a replay lie BM rows apart, at the
+            start of their regions.
+        least_block_rows: the smallest BM of any replay; None for ``block_rows``.
         header_words: Q, receive-header words per source, at least the largest dispatch grid.
         scale_columns: columns under one activation scale, 128 (Hopper) or 32 (Blackwell). With 32
             the scales of a window lie in atoms, as the block-scaled MMA reads them.
@@ -68,11 +70,17 @@ class WorkspaceShape:
     block_rows: int
     header_words: int
     scale_columns: int = WINDOW_COLUMNS
+    least_block_rows: int | None = None
 
     def __post_init__(self) -> None:
         if not 0 < self.block_rows <= self.slot_rows:
             raise ValueError(
                 f"block_rows = {self.block_rows}: from 1 to slot_rows = {self.slot_rows}"
+            )
+        if self.least_block_rows is not None and not 0 < self.least_block_rows <= self.block_rows:
+            raise ValueError(
+                f"least_block_rows = {self.least_block_rows}: from 1 to block_rows = "
+                f"{self.block_rows}"
             )
         if self.slot_rows >= BlockEntry.ROWS.limit:
             raise ValueError(
@@ -136,11 +144,19 @@ class WorkspaceShape:
 
     @property
     def max_blocks(self) -> int:
-        """Blocks of one replay in the worst case: as many experts as possible with one row each,
-        and all other rows in full blocks."""
+        """Blocks of one replay in the worst case."""
+        return self._most_blocks(self.block_rows)
+
+    @property
+    def table_blocks(self) -> int:
+        """Entries of the block table: for the replays with the smallest blocks."""
+        return self._most_blocks(self.least_block_rows or self.block_rows)
+
+    def _most_blocks(self, block_rows: int) -> int:
+        """As many experts as possible with one row each, and all other rows in full blocks."""
         entries = self.num_ranks * self.entry_capacity
         experts = min(self.local_experts, entries)
-        return (entries - experts) // self.block_rows + experts
+        return (entries - experts) // block_rows + experts
 
     @cached_property
     def regions(self) -> tuple[Region, ...]:
@@ -181,7 +197,7 @@ class WorkspaceShape:
                 remote_data,
                 "Entry per parity and source, in (token, slot) order",
             ),
-            ("block_table", "[max_blocks] u32", self.max_blocks, 4, data, "BlockEntry"),
+            ("block_table", "[table_blocks] u32", self.table_blocks, 4, data, "BlockEntry"),
             ("ring_meta", "[S][U] u32", s * u, 4, data, "RowMeta"),
             ("ring_weight", "[S][U] f32", s * u, 4, data, f"routing weights, {order}"),
             (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -60,13 +61,21 @@ def arguments_fingerprint(plan: LayerPlan, **others: Any) -> dict[str, str]:
     return values
 
 
-def build_fingerprint(plan: LayerPlan, kernels: dict[Role, LoadedKernel]) -> dict[str, str]:
-    """What all ranks must have got alike, by name; long values as checksums."""
+def build_fingerprint(
+    plan: LayerPlan, kernels: Mapping[int, Mapping[Role, LoadedKernel]]
+) -> dict[str, str]:
+    """What all ranks must have got alike, by name; long values as checksums.
+
+    Args:
+        plan: of the operator.
+        kernels: by the most tokens of the calls that use them, and by role.
+    """
     text = json.dumps(asdict(plan), sort_keys=True, default=str)
     values = {"SMs": str(plan.num_sms), "dispatch_sms": str(plan.dispatch_sms)}
     values["plan"] = hashlib.sha256(text.encode()).hexdigest()[:16]
-    for role, kernel in kernels.items():
-        values[f"kernel {role.name.lower()}"] = kernel.checksum[:16]
+    for most, of_call in kernels.items():
+        for role, kernel in of_call.items():
+            values[f"kernel {role.name.lower()} to {most} tokens"] = kernel.checksum[:16]
     return values
 
 
@@ -90,6 +99,7 @@ def draft_plan(
         dispatch_sms=dispatch_sms,
         ring_slots=ring_slots,
         late_compute=late_compute,
+        by_batch=not serial,
         family=family,
     )
     if serial:

@@ -85,7 +85,7 @@ class Arguments:
     def encode_ring_maps(self, workspace: int) -> None:
         """Encode the tensor maps ``ring_rows_N`` over the ring rows of a workspace.
 
-        Dimensions: 128 bytes of a window, S * U ring rows, H/128 windows of a row. A load takes N
+        Dimensions: 128 bytes of a window, S * BM ring rows, H/128 windows of a row. A load takes N
         rows of two neighbouring windows, on Blackwell of one: [2][N][128] bytes, each window
         swizzled by 128 bytes.
 
@@ -94,7 +94,7 @@ class Arguments:
         """
         shape = self.spec.shape
         base = workspace + shape.offsets["ring_rows"]
-        dims = (128, shape.num_slots * shape.slot_rows, shape.num_windows)
+        dims = (128, shape.num_slots * shape.block_rows, shape.num_windows)
         strides = (shape.row_stride, 128)
         for name, address in self.map_addresses.items():
             if name.startswith("ring_rows_"):

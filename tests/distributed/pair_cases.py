@@ -51,7 +51,8 @@ def _flash(experts: int, tokens: int) -> MoEConfig:
     return _layer(4096, 2048, experts, 6, tokens, 10.0)
 
 
-ODD, TOP = (512, 384, 6, 3, 33, None), (1024, 640, 16, 8, 64, 10.0)
+ODD, ODD_256 = (512, 384, 6, 3, 33, None), (512, 384, 6, 3, 256, None)
+TOP = (1024, 640, 16, 8, 64, 10.0)
 TINY = (256, 128, 4, 2, 64, 2.0)
 
 CASES: dict[str, PairCase] = {
@@ -62,6 +63,9 @@ CASES: dict[str, PairCase] = {
     # Odd shapes, and the same layers on one rank with all experts.
     "odd-33": PairCase(_layer(*ODD)),
     "odd-33-one": PairCase(_layer(*ODD), 1),
+    # Calls of every class of tiles; ranks whose T differs run different ones.
+    "odd-256": PairCase(_layer(*ODD_256)),
+    "odd-256-one": PairCase(_layer(*ODD_256), 1),
     "top-8": PairCase(_layer(*TOP)),
     "top-8-one": PairCase(_layer(*TOP), 1),
     # One rank with half of the experts: as many rows per expert as two ranks have.

@@ -59,7 +59,7 @@ def check_calls(pair: Pair, name: str, alone: str | None = None) -> dict[str, An
 
 def small_shapes(pair: Pair) -> dict[str, Any]:
     found = {"tiny": check_calls(pair, "tiny")}
-    for name in ("odd-33", "top-8"):
+    for name in ("odd-33", "odd-256", "top-8"):
         found[name] = check_calls(pair, name, f"{name}-one")
     return found
 

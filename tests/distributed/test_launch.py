@@ -13,6 +13,8 @@ import pytest
 from pair_cases import CASES, GPU_SCENARIOS, GROUPS, RANKS, case_specs
 from pair_launch import descendants, report_of, run_group
 
+from gcmoe.protocol import Role
+
 HERE = Path(__file__).parent
 
 
@@ -27,7 +29,10 @@ def test_every_scenario_has_a_function() -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_every_case_has_a_plan(name: str) -> None:
     specs = case_specs(name)
-    assert len(specs) == 3
+    roles = [spec.role for spec in specs]
+    assert set(roles) == set(Role) - {Role.HOST}
+    assert roles.count(Role.FINALIZE) == 1
+    assert roles.count(Role.DISPATCH) == roles.count(Role.COMPUTE)
     assert {spec.shape.num_ranks for spec in specs} == {CASES[name].ranks}
     assert {spec.jitter_ns for spec in specs} == {CASES[name].jitter_ns}
 

@@ -6,6 +6,7 @@ bound of the whole layer must be explained by it: docs/decisions/0006-bounds-of-
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +24,13 @@ from gcmoe.numerics import (
     unswizzle128,
 )
 from gcmoe.numerics.reference import _product
-from gcmoe.protocol import BlockEntry, RoutesHeader, RowMeta, fragment_position
+from gcmoe.protocol import (
+    BlockEntry,
+    RoutesHeader,
+    RowMeta,
+    WorkspaceShape,
+    fragment_position,
+)
 
 MAX_RELATIVE_L2, MIN_COSINE = 1e-2, 0.9999
 """Of a token of the whole layer."""
@@ -46,8 +53,8 @@ NARROW = 1024
 
 
 def view(op: Any, region: str, dtype: torch.dtype, *shape: int) -> Tensor:
-    """A workspace region as a tensor that shares its memory."""
-    return op.workspace_view(region).view(dtype).view(*shape)
+    """The start of a workspace region as a tensor that shares its memory."""
+    return op.workspace_view(region).view(dtype)[: math.prod(shape)].view(*shape)
 
 
 def bases(op: Any) -> tuple[int, int, int, int]:
@@ -61,6 +68,8 @@ def bases(op: Any) -> tuple[int, int, int, int]:
 class Blocks:
     """The blocks and rows that a routing asks for, in ring order."""
 
+    shape: WorkspaceShape
+    """With the block rows of a call of this size."""
     entries: list[int]
     """BlockEntry of each block."""
     slot: Tensor
@@ -76,7 +85,8 @@ class Blocks:
 
 def expected_blocks(op: Any, batch: Batch, slot_base: int) -> Blocks:
     """Blocks in the order (expert, token, slot), placed from ``slot_base`` on."""
-    shape, widths = op.plan.workspace, op.plan.tiles.widths
+    plan = op.plan.for_tokens(batch.num_tokens)
+    shape, widths = plan.workspace, plan.tiles.widths
     ids = batch.ids.cpu()
     entries: list[int] = []
     rows: list[tuple[int, int, int, int, int, int]] = []
@@ -89,9 +99,9 @@ def expected_blocks(op: Any, batch: Batch, slot_base: int) -> Blocks:
             width = next(w for w in widths if w >= len(part))
             rows += [(slot, row, width, expert, *pair) for row, pair in enumerate(part)]
     table = torch.tensor(rows, dtype=torch.int64).reshape(-1, 6)
-    fragment = [fragment_position(row, shape.slot_rows) for row in table[:, 1].tolist()]
+    fragment = [fragment_position(row, shape.block_rows) for row in table[:, 1].tolist()]
     columns = [column.contiguous().cuda() for column in table.unbind(dim=1)]
-    return Blocks(entries, *columns, torch.tensor(fragment, dtype=torch.int64).cuda())
+    return Blocks(shape, entries, *columns, torch.tensor(fragment, dtype=torch.int64).cuda())
 
 
 @dataclass(frozen=True)
@@ -117,8 +127,8 @@ def check_staged(problems: Problems, op: Any, trace: ReferenceTrace) -> Tensor:
 
 def check_ring(problems: Problems, op: Any, batch: Batch, staged: Tensor, b: Blocks) -> None:
     """Routes and every row of the ring, exactly."""
-    shape = op.plan.workspace
-    s, u, w = shape.num_slots, shape.slot_rows, shape.num_windows
+    shape = b.shape
+    s, u, w = shape.num_slots, shape.block_rows, shape.num_windows
     routes = int(view(op, "routes", torch.int64, 1)[0])
     num_blocks = int(RoutesHeader.NUM_BLOCKS.get(routes))
     if num_blocks != len(b.entries):
@@ -140,8 +150,8 @@ def check_ring(problems: Problems, op: Any, batch: Batch, staged: Tensor, b: Blo
 
 def read_activations(op: Any, b: Blocks) -> tuple[Tensor, Tensor]:
     """(codes uint8 [rows, I], scale bits int32 [rows, I/128]) of ``a``, in ring order."""
-    shape = op.plan.workspace
-    s, u, windows = shape.num_slots, shape.slot_rows, shape.intermediate // 128
+    shape = b.shape
+    s, u, windows = shape.num_slots, shape.block_rows, shape.intermediate // 128
     blocks = view(op, "a_rows", torch.uint8, s, windows * u * 128)
     codes = torch.zeros((len(b.slot), shape.intermediate), dtype=torch.uint8, device="cuda")
     for width in b.width.unique().tolist():

@@ -58,7 +58,11 @@ def report(problems: Problems, what: str, order: list[int], counts: list[Tensor]
 
 @pytest.mark.parametrize(
     ("case", "tokens"),
-    [("top-8", (64, 1, 33, 7, 0, 64)), ("flash-64", (64, 8, 33, 1, 7, 64))],
+    [
+        ("top-8", (64, 1, 33, 7, 0, 64)),
+        ("flash-64", (64, 8, 33, 1, 7, 64)),
+        ("odd-256", (256, 33, 1, 60, 130, 100, 0, 200)),  # every class of tiles
+    ],
 )
 def test_many_replays_with_changing_inputs(case: str, tokens: tuple[int, ...]) -> None:
     layer, weights = layer_of(case)
@@ -116,6 +120,23 @@ def test_data_regions_hold_nothing_between_replays(case: str) -> None:
         y = run(layer, batches[which])
         what = f"replay {n} after {pattern:#x}, T = {batches[which].num_tokens}"
         problems.expect_equal(what, y, clean[which])
+    problems.finish()
+
+
+def test_a_small_call_is_that_of_an_operator_for_small_calls() -> None:
+    """Bit for bit, between calls with the tiles of a full batch."""
+    large, _ = layer_of("flash-256")
+    small, _ = layer_of("flash-64")
+    config = CASES["flash-256"].config
+    assert len(large.op.plan.classes) == 3
+    full = make_batch(config, 256, 57)
+    wanted_of_full = run(large, full).clone()
+    problems = Problems()
+    for n, num_tokens in enumerate((64, 1, 8, 33)):
+        batch = make_batch(config, num_tokens, 58 + n)
+        wanted = run(small, batch)
+        problems.expect_equal(f"T = {num_tokens}", run(large, batch), wanted)
+        problems.expect_equal(f"T = 256, turn {n}", run(large, full), wanted_of_full)
     problems.finish()
 
 

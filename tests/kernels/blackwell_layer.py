@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -20,7 +21,7 @@ from gcmoe.kernels.build import kernel_class
 from gcmoe.kernels.spec import KernelSpec, kernel_spec
 from gcmoe.numerics import ExpertWeights, pack_sm100
 from gcmoe.plan import LayerPlan
-from gcmoe.protocol import BlockEntry, Role, RoutesHeader, RowMeta
+from gcmoe.protocol import BlockEntry, Role, RoutesHeader, RowMeta, WorkspaceShape
 
 SPIN_BUDGET = 1 << 40
 FAULT_BYTES = 64
@@ -45,6 +46,7 @@ class Rank:
     """One rank's memory and launches.
 
     Args:
+        plan: of the operator or of a call; may become that of another call.
         experts: all E experts, of which this rank takes its share; None for dispatch alone.
     """
 
@@ -52,7 +54,6 @@ class Rank:
         self, machine: Machine, plan: LayerPlan, rank: int, experts: ExpertWeights | None, arch: str
     ) -> None:
         self.machine, self.plan, self.rank, self.arch = machine, plan, rank, arch
-        self.shape = plan.workspace
         self.bytes = np.random.default_rng(rank).integers(
             0, 256, self.shape.num_bytes, dtype=np.uint8
         )
@@ -74,10 +75,19 @@ class Rank:
             }
         self.peers = [self.workspace]
 
+    @property
+    def shape(self) -> WorkspaceShape:
+        return self.plan.workspace
+
     def view(self, name: str, dtype: str = "u1") -> np.ndarray[Any, Any]:
         """A region of the workspace, shared."""
         region = self.shape.region(name)
         return self.bytes[region.offset : region.offset + region.num_bytes].view(f"<{dtype}")
+
+    def slots(self, name: str, dtype: str, *per_slot: int) -> np.ndarray[Any, Any]:
+        """[S, *per_slot] of a region of the ring, shared: slots as a replay packs them."""
+        shape = self.shape.num_slots, *per_slot
+        return self.view(name, dtype)[: math.prod(shape)].reshape(shape)
 
     def cells(self, values: dict[str, list[int]]) -> None:
         for name, words in values.items():
@@ -111,7 +121,7 @@ class Rank:
             return TensorMap(self.weights[matrix], (128, rows), (64,), (128, 256), nibbles=True)
         return TensorMap(
             self.workspace + shape.offsets["ring_rows"],
-            (128, shape.num_slots * shape.slot_rows, shape.num_windows),
+            (128, shape.num_slots * shape.block_rows, shape.num_windows),
             (shape.row_stride, 128),
             (128, int(name.rpartition("_")[2]), 1),
             nibbles=False,
@@ -165,10 +175,10 @@ def fill_ring(rank: Rank, batch: Batch, codes: Tensor, exponents: Tensor) -> int
     """
     shape = rank.shape
     generation, epoch_base, slot_base, _ = (int(word) for word in rank.view("bases", "u4"))
-    rows = rank.view("ring_rows").reshape(shape.num_slots, shape.slot_rows, shape.row_stride)
+    rows = rank.slots("ring_rows", "u1", shape.block_rows, shape.row_stride)
     atoms = rank.view("ring_scale").reshape(shape.num_slots, shape.num_windows, 512)
-    meta = rank.view("ring_meta", "u4").reshape(shape.num_slots, shape.slot_rows)
-    weights = rank.view("ring_weight", "f4").reshape(shape.num_slots, shape.slot_rows)
+    meta = rank.slots("ring_meta", "u4", shape.block_rows)
+    weights = rank.slots("ring_weight", "f4", shape.block_rows)
     block = 0
     for expert in range(shape.local_experts):
         found = expert_rows(batch, expert)

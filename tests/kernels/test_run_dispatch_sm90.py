@@ -51,6 +51,7 @@ def dispatch(
     found = layers.make_ranks(machine, plan, None, "sm_90a")
     launches = []
     for rank, batch in zip(found, batches, strict=True):
+        rank.plan = plan.for_tokens(len(batch.x))
         tensors = batch.x, batch.ids, batch.weights
         x, ids, weights = (machine.memory.map(layers.flat(t)) for t in tensors)
         call = {"num_tokens": len(batch.x), "ids_are_int64": 0, "call": 0}
@@ -74,11 +75,11 @@ def check_rank(rank: layers.Rank, batches: list[layers.Batch]) -> int:
     shape = rank.shape
     assert not rank.fault.any()
     generation, epoch_base, slot_base, _ = (int(word) for word in rank.view("bases", "u4"))
-    s, u, windows = shape.num_slots, shape.slot_rows, shape.num_windows
-    rows = rank.view("ring_rows").reshape(s, u, shape.row_stride)
-    scales = rank.view("ring_scale", "u4").reshape(s, windows, u)
-    meta = rank.view("ring_meta", "u4").reshape(s, u)
-    weights = rank.view("ring_weight", "f4").reshape(s, u)
+    u = shape.block_rows
+    rows = rank.slots("ring_rows", "u1", u, shape.row_stride)
+    scales = rank.slots("ring_scale", "u4", shape.num_windows, u)
+    meta = rank.slots("ring_meta", "u4", u)
+    weights = rank.slots("ring_weight", "f4", u)
     quantised = [quantize_input(batch.x) if len(batch.x) else None for batch in batches]
     block, count = 0, 0
     for expert in range(shape.local_experts):
@@ -127,6 +128,21 @@ def test_rows_at_the_border_of_loading_early(rows: int) -> None:
         batch.ids[::5] = 5
     counts = [check_rank(rank, batches) for rank in dispatch(cfg, 2, batches, 7)]
     assert counts == [0, rows]
+
+
+def test_blocks_by_the_size_of_a_call() -> None:
+    """Ranks of one replay cut their rows into blocks of other sizes, in workspaces of one shape."""
+    cfg = config(200, 2)
+    batches = [layers.random_batch(cfg, t, t) for t in (90, 20)]
+    for batch in batches:
+        batch.ids[:] = torch.tensor([0, 4])
+    found = dispatch(cfg, 2, batches, 3)
+    shapes = [rank.shape for rank in found]
+    assert [shape.block_rows for shape in shapes] == [72, 40]
+    assert {shape.slot_rows for shape in shapes} == {72}
+    assert [check_rank(rank, batches) for rank in found] == [110, 110]
+    blocks = [RoutesHeader.NUM_BLOCKS.get(int(rank.view("routes", "u8")[0])) for rank in found]
+    assert blocks == [2, 3]
 
 
 def test_a_list_of_several_rounds() -> None:

@@ -73,7 +73,8 @@ class Compute:
         """(token, slot, codes [I], exponents [I/32]) of every row, from the ring."""
         shape = self.rank.shape
         windows, slot = shape.intermediate // 128, 0
-        rows = torch.from_numpy(self.rank.view("a_rows").copy()).view(shape.num_slots, -1)
+        a_rows = self.rank.slots("a_rows", "u1", windows * shape.block_rows * 128)
+        rows = torch.from_numpy(a_rows.copy())
         atoms = torch.from_numpy(self.rank.view("a_scale").copy()).view(shape.num_slots, -1, 512)
         for expert in range(shape.local_experts):
             found = layers.expert_rows(self.batch, expert)
@@ -287,6 +288,7 @@ class Layer:
         CTAs of compute start when dispatch has ended, as they do where it holds their SMs."""
         launches, results = [], []
         for rank, batch in zip(self.ranks, batches, strict=True):
+            rank.plan = self.plan.for_tokens(len(batch.x))
             tensors = batch.x, batch.ids, batch.weights
             x, ids, weights = (self.machine.memory.map(layers.flat(t)) for t in tensors)
             y = torch.full_like(batch.x, 7.0)
@@ -327,8 +329,11 @@ class Layer:
         # Six blocks in two slots: a slot serves three blocks of a replay.
         (config(24, experts=6, i=128), 1, 2, [(24,), (24,)]),
         (config(16, experts=4, h=512, i=128), 2, None, [(16, 3), (0, 13)]),
+        # Tiles and block rows by the size of each rank's call, in a ring for the largest.
+        (config(48, experts=2, i=128), 1, None, [(48,), (9,), (24,)]),
+        (config(48, experts=4, i=128), 2, None, [(40, 3)]),
     ],
-    ids=["one rank", "slots recur", "two ranks"],
+    ids=["one rank", "slots recur", "two ranks", "sizes", "sizes of two ranks"],
 )
 def test_layers(
     cfg: MoEConfig, ranks: int, ring_slots: int | None, tokens: list[tuple[int, ...]]

@@ -14,6 +14,7 @@ from gcmoe.plan.layer import (
     NARROW_TILES,
     SM_GRANULE,
     WIDE_TILES,
+    WIDEST_TILES,
     next_power_of_two,
     round_up,
 )
@@ -45,7 +46,10 @@ def test_every_plan_keeps_the_constraints(config, num_ranks):
     assert shape.header_words >= plan.dispatch_sms
     assert shape.local_experts * num_ranks == config.num_experts
     assert (shape.hidden, shape.intermediate) == (config.hidden, config.intermediate)
-    assert shape.slot_rows == plan.tiles.max_width >= shape.block_rows
+    widths = [each.tiles.max_width for each in plan.classes]
+    assert shape.slot_rows == max(widths)
+    assert shape.block_rows == plan.tiles.max_width
+    assert shape.least_block_rows == min(widths)
     assert shape.num_slots >= 2
     assert shape.num_slots & (shape.num_slots - 1) == 0
     slot_bytes = shape.slot_rows * (shape.row_stride + config.intermediate)
@@ -81,7 +85,34 @@ def test_capacity_decides_split_and_tiles():
     small = make_plan(replace(FLASH, max_tokens=16), 8)
     large = make_plan(replace(FLASH, max_tokens=512), 8)
     assert (small.dispatch_sms, small.tiles) == (8, NARROW_TILES)
-    assert (large.dispatch_sms, large.tiles) == (32, WIDE_TILES)
+    assert (large.dispatch_sms, large.tiles) == (32, WIDEST_TILES)
+    assert make_plan(replace(FLASH, max_tokens=400), 8).tiles == WIDE_TILES
+    assert make_plan(replace(FLASH, max_tokens=640), 8).tiles == WIDE_TILES
+
+
+@given(configs, ranks, st.sampled_from(["sm90", "sm100"]), st.data())
+def test_a_call_runs_with_the_tiles_of_its_own_size(config, num_ranks, family, data):
+    """As in an operator of that capacity, in the workspace of the larger one."""
+    plan = make_plan(config, num_ranks, family=family)
+    num_tokens = data.draw(st.integers(1, config.max_tokens))
+    call = plan.for_tokens(num_tokens)
+    own = make_plan(replace(config, max_tokens=num_tokens), num_ranks, family=family)
+    assert call.tiles == own.tiles
+    assert call.workspace.block_rows == own.workspace.block_rows <= plan.workspace.slot_rows
+    assert call.workspace.offsets == plan.workspace.offsets
+    assert call.workspace.max_blocks <= call.workspace.region("block_table").count
+    assert call in plan.classes
+    assert plan.for_tokens(config.max_tokens) == plan
+    assert plan.for_tokens(0) == plan.classes[0]
+    for wrong in (-1, config.max_tokens + 1):
+        with pytest.raises(ValueError, match=f"tokens = {wrong}: from 0 to max_tokens"):
+            plan.for_tokens(wrong)
+
+
+def test_one_class_if_asked():
+    plan = make_plan(replace(FLASH, max_tokens=512), 8, by_batch=False)
+    assert plan.classes == (plan,)
+    assert plan.workspace.least_block_rows == plan.workspace.block_rows == plan.tiles.max_width
 
 
 def test_the_documented_example_is_the_plan():

@@ -26,6 +26,7 @@ from gcmoe.protocol.workspace import LINE
 @st.composite
 def shapes(draw) -> WorkspaceShape:
     slot_rows = draw(st.sampled_from([8, 16, 32, 48, 64]))
+    block_rows = draw(st.integers(1, slot_rows))
     return WorkspaceShape(
         hidden=256 * draw(st.integers(1, 28)),
         intermediate=128 * draw(st.integers(1, 32)),
@@ -35,8 +36,9 @@ def shapes(draw) -> WorkspaceShape:
         local_experts=draw(st.integers(1, 300)),
         num_slots=1 << draw(st.integers(1, 9)),
         slot_rows=slot_rows,
-        block_rows=draw(st.integers(1, slot_rows)),
+        block_rows=block_rows,
         header_words=draw(st.integers(1, 64)),
+        least_block_rows=draw(st.none() | st.integers(1, block_rows)),
     )
 
 
@@ -72,7 +74,7 @@ def test_sizes_follow_the_symbolic_shapes(shape):
         "k": shape.top_k,
         "cap": shape.entry_capacity,
         "max_tokens": shape.max_tokens,
-        "max_blocks": shape.max_blocks,
+        "table_blocks": shape.table_blocks,
         "row_stride": shape.row_stride,
     }
     widths = {"u8": 1, "bf16": 2, "u32": 4, "f32": 4, "u64": 8}
@@ -122,7 +124,7 @@ def test_no_routing_makes_more_blocks_than_the_table_holds(shape, data):
     blocks = sum(-(-n // shape.block_rows) for n in counts)
     assert blocks <= shape.max_blocks
     region = shape.region("block_table")
-    assert region.count == shape.max_blocks
+    assert region.count == shape.table_blocks >= shape.max_blocks
 
 
 def test_fresh_state_is_zero_but_for_the_generation(example):
