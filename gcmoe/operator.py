@@ -59,9 +59,10 @@ RESET_LIMIT_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class CallSize:
-    """The kernels of calls of up to ``most_tokens`` tokens, by role."""
+    """How calls of up to ``most_tokens`` tokens run: plan, and kernels by role."""
 
     most_tokens: int
+    plan: LayerPlan
     specs: dict[Role, KernelSpec]
     kernels: dict[Role, LoadedKernel]
 
@@ -101,7 +102,7 @@ class MoE:
         config, group, device: as given.
         rank, num_ranks: of the group.
         family: of kernels, by device; what ``gcmoe.pack`` takes as ``arch``.
-        plan: ``LayerPlan``, equal on all ranks.
+        plan: ``LayerPlan``, equal on all ranks; :meth:`plan_of` is that of one call.
         report: ``PartitionReport``, what the driver gave this rank.
 
     Raises:
@@ -208,7 +209,6 @@ class MoE:
             dispatch_sms=given,
             ring_slots=draft.workspace.num_slots,
             late_compute=draft.late_ctas > 0,
-            by_batch=not self.serial,
             family=self.family,
         )
         if self.plan.dispatch_sms != given:
@@ -216,14 +216,17 @@ class MoE:
                 f"a dispatch partition in steps that the plan knows is required "
                 f"({self.plan.dispatch_sms} SMs); the driver gives {given}"
             )
+        # Serially compute frees no slot for dispatch: the ring must hold every block.
+        classes = self.plan.tile_classes[-1:] if self.serial else self.plan.tile_classes
         sizes = []
-        for most, _ in self.plan.tile_classes:
-            specs = call_specs(self.plan.for_tokens(most), self._arch, **build)
+        for most, _ in classes:
+            plan = self.plan.for_tokens(most)
+            specs = call_specs(plan, self._arch, **build)
             kernels = {
                 role: load_kernel(spec, get_kernel(spec, cache_dir), self._index, self._partition)
                 for role, spec in specs.items()
             }
-            sizes.append(CallSize(most, specs, kernels))
+            sizes.append(CallSize(most, plan, specs, kernels))
         self._sizes = tuple(sizes)
         split = self._partition.is_split
         self._grids = {
@@ -347,6 +350,17 @@ class MoE:
         layer = Layer(self, packed, call)
         self._layers.append(layer)
         return layer
+
+    def plan_of(self, num_tokens: int) -> LayerPlan:
+        """The plan of a call of ``num_tokens`` tokens of this rank.
+
+        Raises:
+            ValueError: more than ``max_tokens``.
+        """
+        for size in self._sizes:
+            if num_tokens <= size.most_tokens:
+                return size.plan
+        raise ValueError(f"num_tokens = {num_tokens}: at most {self.config.max_tokens}")
 
     def stats(self) -> Stats:
         """Rows received by each local expert, and ids masked. Waits for the device.

@@ -250,7 +250,6 @@ def make_plan(
     dispatch_sms: int | None = None,
     ring_slots: int | None = None,
     late_compute: bool | None = None,
-    by_batch: bool = True,
     family: Family = "sm90",
 ) -> LayerPlan:
     """The plan of a layer.
@@ -264,7 +263,6 @@ def make_plan(
         ring_slots: S; None takes the power of two that holds every block, within 256 MiB.
         late_compute: whether compute runs on the dispatch SMs too once dispatch has ended; None
             takes it from :data:`SPLIT_TABLE`.
-        by_batch: whether calls of few tokens use the tiles of a smaller capacity.
         family: of kernels; decides tiles and the form of activation scales.
 
     Raises:
@@ -287,8 +285,6 @@ def make_plan(
     if family == "sm100":
         table, scale_columns = tiles_sm100.TILE_TABLE, MX_COLUMNS
     classes = tile_classes(config, num_ranks, table)
-    if not by_batch:
-        classes = classes[-1:]
     tiles = classes[-1][1]
     widths = [tiles.max_width for _, tiles in classes]
     shape = WorkspaceShape(

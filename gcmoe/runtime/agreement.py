@@ -99,7 +99,6 @@ def draft_plan(
         dispatch_sms=dispatch_sms,
         ring_slots=ring_slots,
         late_compute=late_compute,
-        by_batch=not serial,
         family=family,
     )
     if serial:

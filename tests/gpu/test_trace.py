@@ -27,7 +27,7 @@ def test_a_traced_replay_shows_every_item_once_and_in_order() -> None:
     zero, end = bounds(records)
     assert 0 < end - zero < 10_000_000
     assert lost_items(records) == 0
-    spans = spans_of(op.plan.for_tokens(64), records, 0, zero)
+    spans = spans_of(op.plan_of(64), records, 0, zero)
 
     rows = Counter(batch.ids.flatten().tolist())
     blocks = sum(-(-n // op.plan.tiles.max_width) for n in rows.values())

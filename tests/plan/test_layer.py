@@ -109,12 +109,6 @@ def test_a_call_runs_with_the_tiles_of_its_own_size(config, num_ranks, family, d
             plan.for_tokens(wrong)
 
 
-def test_one_class_if_asked():
-    plan = make_plan(replace(FLASH, max_tokens=512), 8, by_batch=False)
-    assert plan.classes == (plan,)
-    assert plan.workspace.least_block_rows == plan.workspace.block_rows == plan.tiles.max_width
-
-
 def test_the_documented_example_is_the_plan():
     assert make_plan(FLASH, 8).workspace == EXAMPLE
 

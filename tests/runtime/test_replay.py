@@ -172,6 +172,7 @@ def test_calls_of_other_sizes_have_their_own_graphs(make, standin):
     op = make(replace(CONFIG, max_tokens=200))
     tiles = [each.tiles for each in op.plan.classes]
     assert [most for most, _ in op.plan.tile_classes] == [104, 144, 200]
+    assert [op.plan_of(t) for t in (0, 104, 105, 200)] == [op.plan.classes[n] for n in (0, 0, 1, 2)]
     layer = op.bind(weights())
     maps = standin.maps[-sum(len(t.widths) for t in tiles) :]
     ring_rows = [op.plan.workspace.num_slots * t.max_width for t in tiles for _ in t.widths]
@@ -193,7 +194,10 @@ def test_calls_of_other_sizes_have_their_own_graphs(make, standin):
 
 def test_a_serial_operator_has_one_size_because_its_ring_holds_every_block(make):
     op = make(replace(CONFIG, max_tokens=200), serial=True)
-    assert len(op.plan.classes) == len(op._sizes) == 1
+    assert len(op.plan.classes) == 3
+    assert op.plan_of(1) == op.plan_of(200) == op.plan
+    with pytest.raises(ValueError, match="num_tokens = 201: at most 200"):
+        op.plan_of(201)
 
 
 def test_a_new_stream_waits_for_the_previous_call(op, standin, fake_device):
