@@ -92,14 +92,10 @@ def page_text(found: list[Selection], figures: Sequence[Path], folder: Path) -> 
     """
     parts = [HEAD]
     for one in records.newest_of_each(found, records.has_own):
-        compared = [
-            other
-            for other in records.newest_of_each(found, records.has_peers)
-            if (other.model, other.ranks) == (one.model, one.ranks)
-        ]
-        shown = compared[0] if compared else one
         ranks = "one rank's share of EP8" if one.ranks == 1 else f"{one.ranks} ranks"
-        parts.append(f"## {one.model}, {ranks}\n\n{describe(shown)}\n\n{comparison(shown)}\n")
+        parts.append(f"## {one.model}, {ranks}\n")
+        for shown in records.comparisons(found, one.model, one.ranks) or [one]:
+            parts.append(f"{describe(shown)}\n\n{comparison(shown)}\n")
     ablations = records.newest_of_each(found, records.has_ablations)
     if ablations:
         parts.append("## Ablations\n")

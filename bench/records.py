@@ -85,13 +85,28 @@ def selections(records: dict[str, dict[str, Any]]) -> list[Selection]:
 
 
 def newest_of_each(found: list[Selection], fits: Callable[[Selection], bool]) -> list[Selection]:
-    """Of each model and number of ranks the newest selection that fits, largest T range first."""
+    """Of each model and number of ranks the selection that fits: the most sizes, then the most
+    series, then the newest."""
     chosen: dict[tuple[str, int], Selection] = {}
-    for one in found:
+    for one in filter(fits, found):
         key = one.model, one.ranks
-        if fits(one) and len(one.tokens) > len(chosen[key].tokens if key in chosen else ()):
+        if key not in chosen or extent(one) > extent(chosen[key]):
             chosen[key] = one
     return [chosen[key] for key in sorted(chosen)]
+
+
+def extent(one: Selection) -> tuple[int, int]:
+    """(sizes, series) of a selection."""
+    return len(one.tokens), len(one.series)
+
+
+def comparisons(found: list[Selection], model: str, ranks: int) -> list[Selection]:
+    """Of each set of peers the newest selection of a model, the largest first."""
+    chosen: dict[frozenset[str], Selection] = {}
+    for one in found:
+        if (one.model, one.ranks) == (model, ranks) and has_peers(one):
+            chosen.setdefault(frozenset(impl for impl, _ in one.series), one)
+    return sorted(chosen.values(), key=extent, reverse=True)
 
 
 def has_own(one: Selection) -> bool:
