@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -19,12 +20,11 @@ class SizedReplay:
 
     Args:
         op: the ``MoE``.
-        size: of its ``CallSize``.
+        size: one of its ``CallSize``.
         call, packed: of the layer.
     """
 
     def __init__(self, op: Any, size: Any, call: int, packed: Packed) -> None:
-        self.most_tokens: int = size.most_tokens
         blocks = op._arguments(size, call, packed)
         dispatch, finalize = blocks[Role.DISPATCH].fields, blocks[Role.FINALIZE].fields
         self._x, self._weights = dispatch["x"], dispatch["topk_weights"]
@@ -35,19 +35,21 @@ class SizedReplay:
         self._last: tuple[Any, ...] = ()
         self.graph = op._graph(size, blocks)
 
+    def instantiate(self, values: tuple[Any, ...]) -> None:
+        """Make the executable graph, with these values."""
+        self._store(values)
+        self.graph.instantiate()
+        self._last = values
+
     def launch(self, values: tuple[Any, ...], stream: Any) -> None:
-        """Launch the executable graph with these values; the first time, make it."""
-        graph = self.graph
+        """Launch the executable graph with these values."""
         if values != self._last:
             self._last = ()
             self._store(values)
-            if graph.is_instantiated:
-                graph.update(Role.DISPATCH)
-                graph.update(Role.FINALIZE)
-            else:
-                graph.instantiate()
+            self.graph.update(Role.DISPATCH)
+            self.graph.update(Role.FINALIZE)
             self._last = values
-        graph.launch(stream)
+        self.graph.launch(stream)
 
     def capture(self, values: tuple[Any, ...], stream: Any) -> None:
         """Add the nodes, with these values, to the capture of a stream."""
@@ -84,8 +86,16 @@ class Layer:
             config.top_k,
             config.max_tokens,
         )
-        with devices.guard(op.device):
-            self._replays = tuple(SizedReplay(op, size, call, packed) for size in op._sizes)
+        self._replays: dict[Any, SizedReplay] = {}
+        with devices.guard(op.device), ExitStack() as made:
+            for plan, size in op._sizes.items():
+                self._replays[plan] = SizedReplay(op, size, call, packed)
+                made.callback(self._replays[plan].graph.close)
+            made.pop_all()
+        self._by_size = tuple(
+            (most, self._replays[op.plan.for_tokens(most)]) for most, _ in op.plan.tile_classes
+        )
+        self._is_instantiated = False
 
     def __call__(
         self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, out: Tensor | None = None
@@ -93,10 +103,10 @@ class Layer:
         """y = sum over slots of weight * expert(x), on the current stream.
 
         All ranks make the call, also with T = 0; T may differ. Never waits for the device. The
-        first call of a layer instantiates its graph, one for each class of sizes in
-        ``MoE.plan.tile_classes``; later ones allocate nothing but y, and nothing with ``out``.
-        Inside a graph capture it becomes one child graph; the operator must have been called
-        eagerly before, on all ranks, and the tensors' addresses are captured.
+        first call of a layer instantiates its graphs, one for each class of sizes; later ones
+        allocate nothing but y, and nothing with ``out``. Inside a graph capture it becomes one
+        child graph; the operator must have been called eagerly before, on all ranks, and the
+        tensors' addresses are captured.
 
         Args:
             x: bf16 [T, H], contiguous, T <= max_tokens.
@@ -140,7 +150,7 @@ class Layer:
             num_tokens,
             topk_ids.dtype is torch.int64,
         )
-        replay = next(each for each in self._replays if num_tokens <= each.most_tokens)
+        replay = next(each for most, each in self._by_size if num_tokens <= most)
         handle = devices.stream_handle(op._index)
         order = op._order
         if devices.is_capturing():
@@ -151,6 +161,10 @@ class Layer:
                 )
             replay.capture(values, order.stream_object(handle))
             return out
+        if not self._is_instantiated:
+            for each in self._replays.values():
+                each.instantiate(values)
+            self._is_instantiated = True
         stream = order.enter(handle)
         replay.launch(values, stream)
         order.leave(handle, stream)

@@ -6,7 +6,7 @@ import os
 import warnings
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Self
 
@@ -59,10 +59,8 @@ RESET_LIMIT_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class CallSize:
-    """How calls of up to ``most_tokens`` tokens run: plan, and kernels by role."""
+    """The kernels of the calls of one plan, by role."""
 
-    most_tokens: int
-    plan: LayerPlan
     specs: dict[Role, KernelSpec]
     kernels: dict[Role, LoadedKernel]
 
@@ -102,7 +100,7 @@ class MoE:
         config, group, device: as given.
         rank, num_ranks: of the group.
         family: of kernels, by device; what ``gcmoe.pack`` takes as ``arch``.
-        plan: ``LayerPlan``, equal on all ranks; :meth:`plan_of` is that of one call.
+        plan: ``LayerPlan``, equal on all ranks; ``plan.for_tokens(T)`` says how a call runs.
         report: ``PartitionReport``, what the driver gave this rank.
 
     Raises:
@@ -165,7 +163,7 @@ class MoE:
                 "creating the operator",
                 lambda: self._prepare(draft, cache_dir, green_contexts, build),
             )
-            kernels = {size.most_tokens: size.kernels for size in self._sizes}
+            kernels = [size.kernels for size in self._sizes.values()]
             self._ranks.require_equal(build_fingerprint(self.plan, kernels))
             if self.num_ranks > 1:
                 identities = self._ranks.gather(self._identity)
@@ -216,18 +214,16 @@ class MoE:
                 f"a dispatch partition in steps that the plan knows is required "
                 f"({self.plan.dispatch_sms} SMs); the driver gives {given}"
             )
-        # Serially compute frees no slot for dispatch: the ring must hold every block.
-        classes = self.plan.tile_classes[-1:] if self.serial else self.plan.tile_classes
-        sizes = []
-        for most, _ in classes:
-            plan = self.plan.for_tokens(most)
+        if self.serial:  # compute frees no slot for dispatch: the ring must hold every block
+            self.plan = replace(self.plan, tile_classes=self.plan.tile_classes[-1:])
+        self._sizes: dict[LayerPlan, CallSize] = {}
+        for plan in self.plan.classes:
             specs = call_specs(plan, self._arch, **build)
             kernels = {
                 role: load_kernel(spec, get_kernel(spec, cache_dir), self._index, self._partition)
                 for role, spec in specs.items()
             }
-            sizes.append(CallSize(most, plan, specs, kernels))
-        self._sizes = tuple(sizes)
+            self._sizes[plan] = CallSize(specs, kernels)
         split = self._partition.is_split
         self._grids = {
             Role.DISPATCH: self.plan.dispatch_sms,
@@ -245,7 +241,7 @@ class MoE:
         self._record = HostRecord()
         self._owned.append(self._record.close)
         self._traces: dict[Role, Tensor] = {}
-        for role, spec in self._sizes[-1].specs.items():
+        for role, spec in self._sizes[self.plan].specs.items():
             if spec.trace:
                 ctas = self.plan.compute_ctas if role == Role.COMPUTE else self._grids[role]
                 self._traces[role] = torch.zeros(
@@ -301,7 +297,7 @@ class MoE:
             # Compute may load the weights of its first tiles before it knows that it needs none.
             size = probe.weight_bytes(self.plan.workspace, self.plan.compute_ctas)
             room[:] = [torch.empty(size, dtype=torch.uint8, device=self.device)]
-            largest = self._sizes[-1]
+            largest = self._sizes[self.plan]
             blocks = self._blocks(largest, shares)
             names = WEIGHTS[self.family]
             blocks[Role.COMPUTE].set_weights(dict.fromkeys(names, room[0].data_ptr()))
@@ -350,17 +346,6 @@ class MoE:
         layer = Layer(self, packed, call)
         self._layers.append(layer)
         return layer
-
-    def plan_of(self, num_tokens: int) -> LayerPlan:
-        """The plan of a call of ``num_tokens`` tokens of this rank.
-
-        Raises:
-            ValueError: more than ``max_tokens``.
-        """
-        for size in self._sizes:
-            if num_tokens <= size.most_tokens:
-                return size.plan
-        raise ValueError(f"num_tokens = {num_tokens}: at most {self.config.max_tokens}")
 
     def stats(self) -> Stats:
         """Rows received by each local expert, and ids masked. Waits for the device.
@@ -447,7 +432,8 @@ class MoE:
             return
         devices.refuse_capture(self.device, "close()")
         self._closed = True
-        graphs = [replay.graph.close for layer in self._layers for replay in layer._replays]
+        replays = [replay for layer in self._layers for replay in layer._replays.values()]
+        graphs = [replay.graph.close for replay in replays]
         lists = [self._layers.clear, self._traces.clear]
         broken = devices.release(self.device, [*graphs, *self._owned[::-1], *lists])
         if broken is not None:

@@ -225,7 +225,7 @@ def replay_records(
             graph.replay()
             found.append({role: words.tolist() for role, words in op.trace_records().items()})
         op.check(synchronize=True)
-        plan = op.plan_of(ns.tokens)
+        plan = op.plan.for_tokens(ns.tokens)
         del graph
     return plan, found
 

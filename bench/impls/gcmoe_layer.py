@@ -50,7 +50,7 @@ class GcMoESession(Session):
         self.op.check(synchronize=True)
 
     def facts(self) -> dict[str, Any]:
-        plan = self.op.plan_of(len(self._inputs[0].x))
+        plan = self.op.plan.for_tokens(len(self._inputs[0].x))
         return {
             "capacity": self.op.config.max_tokens,
             "config": asdict(self.op.config),

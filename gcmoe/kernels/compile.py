@@ -13,6 +13,7 @@ from gcmoe.kernels.spec import kernel_specs
 from gcmoe.models import MODELS, Model, get_model, share
 from gcmoe.plan import LayerPlan, make_plan
 from gcmoe.plan.targets import FAMILIES, USUAL_SMS, family_of
+from gcmoe.protocol import Role
 
 DEFAULT_CAPACITIES = (8, 64, 256)
 SHAPE_OPTIONS = ("hidden", "intermediate", "experts", "top_k")
@@ -89,6 +90,7 @@ def compile_layer(plan: LayerPlan, ns: argparse.Namespace, out: str) -> list[tup
             (
                 spec.role.name.lower(),
                 str(plan.config.max_tokens),
+                "-" if spec.role == Role.FINALIZE else str(spec.shape.block_rows),
                 str(kernel.threads),
                 str(kernel.registers or "?"),
                 str(kernel.smem_bytes),
@@ -113,8 +115,8 @@ def main(ns: argparse.Namespace) -> int:
         raise KernelNotCached(f"{DSL_PACKAGE} is not installed: pip install 'gc-moe[compile]'")
     out = str(cache_directory(ns.out))
     print(f"{model.name}, R = {ranks}, {ns.arch}, into {out}")
-    head = ("role", "tokens", "threads", "regs", "smem", "cubin", "seconds", "")
-    line = "{:<9} {:>6} {:>7} {:>5} {:>7} {:>8} {:>8}  {}"
+    head = ("role", "tokens", "block", "threads", "regs", "smem", "cubin", "seconds", "")
+    line = "{:<9} {:>6} {:>5} {:>7} {:>5} {:>7} {:>8} {:>8}  {}"
     print(line.format(*head).rstrip())
     for plan in plans:
         for row in compile_layer(plan, ns, out):

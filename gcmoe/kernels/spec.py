@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from gcmoe.plan import LayerPlan
@@ -144,17 +144,15 @@ def kernel_spec(
     prefetch: bool = True,
 ) -> KernelSpec:
     """The spec of one role of a plan; ``prefetch`` concerns compute only."""
-    shape, tiles = plan.workspace, plan.tiles
     if role == Role.FINALIZE:  # one for all sizes of calls: it knows no blocks
-        tiles = plan.tile_classes[-1][1]
-        shape = replace(shape, block_rows=tiles.max_width)
+        plan = plan.for_tokens(plan.config.max_tokens)
     return KernelSpec(
         role=role,
         arch=arch,
-        shape=shape,
+        shape=plan.workspace,
         num_experts=plan.config.num_experts,
         clamp=plan.config.clamp,
-        tiles=tiles,
+        tiles=plan.tiles,
         dispatch_ctas=plan.dispatch_sms,
         trace=trace,
         jitter_ns=jitter_ns,

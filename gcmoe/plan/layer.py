@@ -97,10 +97,10 @@ WIDEST_MEAN_ROWS = 72
 
 @dataclass(frozen=True, slots=True)
 class TileRow:
-    """Tiles for capacities that give an expert up to ``mean_rows`` rows in the mean.
+    """Tiles for calls that give an expert up to ``mean_rows`` rows in the mean.
 
     Args:
-        mean_rows: the most rows per expert, in the mean of a full batch, that the row is for.
+        mean_rows: the most rows per expert, if all ranks have as many tokens, that the row is for.
         tiles: token widths, warpgroups, stages, registers.
         gpu, measurement: where and how it was found; one rank's share of EP8.
     """
@@ -236,10 +236,11 @@ def tile_classes(
     """
     classes: list[tuple[int, Any]] = []
     for mean_rows, tiles in table:
-        most = min(config.max_tokens, mean_rows * config.num_experts / (num_ranks * config.top_k))
-        if not classes or int(most) > classes[-1][0]:
-            classes.append((int(most), tiles))
-    return tuple((most, tiles) for most, tiles in classes if most)
+        most = mean_rows * config.num_experts / (num_ranks * config.top_k)
+        most = int(min(config.max_tokens, most))
+        if most > (classes[-1][0] if classes else 0):
+            classes.append((most, tiles))
+    return tuple(classes)
 
 
 def make_plan(
@@ -260,7 +261,9 @@ def make_plan(
         num_sms: SMs of the GPU.
         dispatch_sms: SMs of dispatch; None takes them from :data:`SPLIT_TABLE`. Rounded up to a
             multiple of 8, as the driver does for green contexts.
-        ring_slots: S; None takes the power of two that holds every block, within 256 MiB.
+        ring_slots: S; None takes the power of two that holds every block of a full batch, within
+            256 MiB. A small call that gets many rows from other ranks may have more blocks: its
+            slots recur.
         late_compute: whether compute runs on the dispatch SMs too once dispatch has ended; None
             takes it from :data:`SPLIT_TABLE`.
         family: of kernels; decides tiles and the form of activation scales.

@@ -52,13 +52,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 # ------------------------------------------------------------------------------------- one layer
 
 
-def describe_plan(plan: LayerPlan) -> list[str]:
-    """Partition, tiles, ring and workspace, and what the choices rest on."""
+def describe_plan(plan: LayerPlan, num_tokens: int) -> list[str]:
+    """Partition, tiles of calls of ``num_tokens`` tokens, ring and workspace, and what the choices
+    rest on."""
     tiles, shape, config = plan.tiles, plan.workspace, plan.config
+    most = next(most for most, _ in plan.tile_classes if num_tokens <= most)
     lines = [
         f"capacity {config.max_tokens}: {plan.dispatch_sms} SMs dispatch, {plan.compute_sms} SMs "
-        f"compute; token tiles {' '.join(map(str, tiles.widths))}, {tiles.warpgroups} consumer "
-        f"warpgroups x {tiles.subtiles} sub-tiles, {tiles.stages} stages",
+        f"compute; calls to {most} tokens: token tiles {' '.join(map(str, tiles.widths))}, "
+        f"{tiles.warpgroups} consumer warpgroups x {tiles.subtiles} sub-tiles, {tiles.stages} "
+        "stages",
         f"    ring of {shape.num_slots} slots x {shape.slot_rows} rows, workspace "
         f"{shape.num_bytes:,} bytes; at most {shape.max_blocks} blocks",
     ]
@@ -66,9 +69,10 @@ def describe_plan(plan: LayerPlan) -> list[str]:
         if split.dispatch_sms == plan.dispatch_sms and config.max_tokens <= split.max_tokens:
             lines.append(f"    split, {split.gpu}: {split.measurement}")
             break
-    for row in TILE_TABLE:
-        if row.tiles == tiles:
-            lines.append(f"    tiles, {row.gpu}: {row.measurement}")
+    mean_rows = num_tokens * plan.num_ranks * config.top_k / config.num_experts
+    row = next(row for row in TILE_TABLE if mean_rows <= row.mean_rows)
+    if row.tiles == tiles:
+        lines.append(f"    tiles, {row.gpu}: {row.measurement}")
     return lines
 
 
@@ -110,7 +114,7 @@ def report_layer(model: Model, gpu: Gpu, ranks: int, ns: argparse.Namespace) -> 
         plan = plan.for_tokens(num_tokens)
         if (config.max_tokens, plan.tiles) != shown:
             shown = config.max_tokens, plan.tiles
-            lines += ["", *describe_plan(plan), HEAD]
+            lines += ["", *describe_plan(plan, num_tokens), HEAD]
         found = predict(plan, gpu, num_tokens, CONSTANTS)
         line = describe_time(num_tokens, found)
         point = find_published(gpu.name, ns.model, ranks, num_tokens)
@@ -137,7 +141,7 @@ def compare_published(points: Iterable[Published] = PUBLISHED) -> list[str]:
     for point in points:
         gpu = get_gpu(point.gpu)
         config = get_model(point.model).config(capacity_for(point.num_tokens))
-        plan = make_plan(config, point.ranks, gpu.sms)
+        plan = make_plan(config, point.ranks, gpu.sms).for_tokens(point.num_tokens)
         time = predict(plan, gpu, point.num_tokens, CONSTANTS).total_us
         off = difference(time, point.time_us)
         lines.append(

@@ -286,6 +286,14 @@ GRAPH_EDGES: tuple[GraphEdge, ...] = (
         "generation and bases of the next replay; combine slots and staged x are single",
     ),
     GraphEdge(
+        "compute_before_dispatch",
+        Role.COMPUTE,
+        Role.DISPATCH,
+        True,
+        "slots lie as many rows apart as a block of their replay has at most: where that changes, "
+        "a slot of g + 1 covers several of g, for whose readers dispatch(g + 1) does not wait",
+    ),
+    GraphEdge(
         "finalize_before_compute",
         Role.FINALIZE,
         Role.COMPUTE,

@@ -68,7 +68,9 @@ INVARIANTS: tuple[Invariant, ...] = (
         "empty_before_store",
         "No row is stored into a slot while a block of an earlier epoch may still be read there.",
         "dispatch awaits epoch * (H/64) in the slot's empty counter before the first store, and "
-        "each W2 item adds its columns after its last read of rows, scales, a and metadata",
+        "each W2 item adds its columns after its last read of rows, scales, a and metadata; what "
+        "lay in other slots of an earlier replay, whose blocks had another size, has been read "
+        "when that replay's compute ends",
     ),
     Invariant(
         "bitmap_parity",

@@ -289,14 +289,14 @@ class WorkspaceShape:
         return last.offset + -(-last.num_bytes // LINE) * LINE
 
 
-def fragment_position(row: int, slot_rows: int) -> int:
+def fragment_position(row: int, block_rows: int) -> int:
     """Where row ``row`` of a slot lies in a per-row array in fragment order.
 
     A thread of a WGMMA consumer holds the columns n = 8j + 2t + c of its accumulator, t = lane % 4;
     the order [t][j][c] lets it read all its scales with wide loads.
     """
     t, j, c = (row >> 1) & 3, row >> 3, row & 1
-    return t * (slot_rows // 4) + 2 * j + c
+    return t * (block_rows // 4) + 2 * j + c
 
 
 def atom_word(row: int) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -62,20 +62,20 @@ def arguments_fingerprint(plan: LayerPlan, **others: Any) -> dict[str, str]:
 
 
 def build_fingerprint(
-    plan: LayerPlan, kernels: Mapping[int, Mapping[Role, LoadedKernel]]
+    plan: LayerPlan, kernels: Sequence[Mapping[Role, LoadedKernel]]
 ) -> dict[str, str]:
     """What all ranks must have got alike, by name; long values as checksums.
 
     Args:
         plan: of the operator.
-        kernels: by the most tokens of the calls that use them, and by role.
+        kernels: of each class of calls, by role.
     """
     text = json.dumps(asdict(plan), sort_keys=True, default=str)
     values = {"SMs": str(plan.num_sms), "dispatch_sms": str(plan.dispatch_sms)}
     values["plan"] = hashlib.sha256(text.encode()).hexdigest()[:16]
-    for most, of_call in kernels.items():
+    for n, of_call in enumerate(kernels):
         for role, kernel in of_call.items():
-            values[f"kernel {role.name.lower()} to {most} tokens"] = kernel.checksum[:16]
+            values[f"kernel {role.name.lower()} {n}"] = kernel.checksum[:16]
     return values
 
 

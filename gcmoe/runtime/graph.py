@@ -108,10 +108,6 @@ class LayerGraph:
             self.update_template()
             self._executable = driver.call("cuGraphInstantiate", self._graph, 0)
 
-    @property
-    def is_instantiated(self) -> bool:
-        return self._executable is not None
-
     def update(self, role: Role) -> None:
         """Hand the arguments of one role to later launches of the executable graph."""
         result = driver.cu.cuGraphExecKernelNodeSetParams(

@@ -1,4 +1,4 @@
-"""The hand-off probe: at creation all ranks replay the real graph once, with no tokens.
+"""The hand-off probe: at creation all ranks replay the graph of a full batch once, with no tokens.
 
 What it shows. Compute waits for ``routes``, which dispatch publishes in every replay, and dispatch
 waits for the header words of all ranks. So the replay ends only if dispatch runs while compute

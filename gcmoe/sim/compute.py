@@ -111,7 +111,7 @@ def run_w1(
     table: list[tuple[int, int]],
 ) -> Steps:
     """Waits for the rows of the block, stores 128 columns of ``a``, flips their bits."""
-    memory, rank, u = sim.memory, actor.rank, sim.config.slot_rows
+    memory, rank, u = sim.memory, actor.rank, launch.block_rows
     done = sim.variant.edges["w1_bitmap"]
     slot, epoch = place_of(sim, bases, block)
     if not (yield from wait_full(sim, launch, actor, slot, epoch, bases[0])):
@@ -162,7 +162,7 @@ def run_w2(
     table: list[tuple[int, int]],
 ) -> Steps:
     """Waits for ``a``, scatters rows to their source ranks, adds arrivals, frees the slot."""
-    memory, rank, u = sim.memory, actor.rank, sim.config.slot_rows
+    memory, rank, u = sim.memory, actor.rank, launch.block_rows
     slot, epoch = place_of(sim, bases, block)
     # Bits tell even from odd epochs only. When the ring is reused within a replay, the bits of two
     # epochs ago would pass for those of this one; rows in the slot mean that the epoch before is

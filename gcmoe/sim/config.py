@@ -132,7 +132,8 @@ class SimConfig:
             local_experts=self.local_experts,
             num_slots=self.num_slots,
             slot_rows=self.slot_rows,
-            block_rows=min(self.block_rows),
+            block_rows=max(self.block_rows),
+            least_block_rows=min(self.block_rows),
             header_words=self.header_words,
         )
 

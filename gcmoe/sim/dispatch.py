@@ -43,9 +43,9 @@ class Row:
     rows: int = 0
 
 
-def fragment(row: int, slot_rows: int) -> int:
-    """``fragment_position``; slots below 8 rows exist in simulations only and keep row order."""
-    return fragment_position(row, slot_rows) if slot_rows >= 8 else row
+def fragment(row: int, block_rows: int) -> int:
+    """``fragment_position``; blocks below 8 rows exist in simulations only and keep row order."""
+    return fragment_position(row, block_rows) if block_rows >= 8 else row
 
 
 def parity_of(sim: Simulation, generation: Word32) -> int:
@@ -332,7 +332,7 @@ def store_row(
     proxies: set[str],
 ) -> Steps:
     """Row by a bulk store; scales, weight and metadata by ordinary stores."""
-    memory, rank, u = sim.memory, actor.rank, sim.config.slot_rows
+    memory, rank, u = sim.memory, actor.rank, launch.block_rows
     if not proxies:
         return
     if "async" in proxies:

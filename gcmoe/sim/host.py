@@ -74,7 +74,7 @@ def replays(sim: Simulation, rank: int, started: dict[Role, int], limit: int) ->
 
 
 def may_start(sim: Simulation, launches: list[Launch], role: Role, replay: int) -> bool:
-    """The graph edges into ``role``; a replay also follows compute and finalize of the one before.
+    """The graph edges into ``role``; compute and finalize also follow those of the replay before.
 
     Finalize may start before dispatch and compute of its replay do: on a GPU its edge behind
     compute only keeps it off the SMs that compute needs.
@@ -89,6 +89,8 @@ def may_start(sim: Simulation, launches: list[Launch], role: Role, replay: int) 
     if not replay:
         return True
     last = launches[replay - 1]
+    if role is Role.DISPATCH:
+        return True
     return last.is_over if role is Role.FINALIZE else last.ended(Role.COMPUTE)
 
 

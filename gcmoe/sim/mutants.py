@@ -218,6 +218,15 @@ def graph_mutants() -> list[Mutant]:
     needs: dict[str, tuple[tuple[str, Any], ...]] = {
         # A slow dispatch CTA without rows: the rest of the replay ends without it.
         "dispatch_before_dispatch": (("dispatch_ctas", (2, 2)), ("routing", "empty")),
+        # Items for another rank run when this one has all its own rows.
+        "compute_before_dispatch": (
+            *_BUSY,
+            ("ranks", 2),
+            ("experts", 4),
+            ("tokens", 3),
+            ("block_rows", (1, 2)),
+            ("num_slots", 4),
+        ),
     }
     return [
         Mutant(

@@ -79,6 +79,7 @@ CASES: dict[str, Case] = {
     # The same layer with a ring for every block and with the smallest ring.
     "many-experts": Case(_layer(512, 384, 32, 2, 256, None)),
     "small-ring": Case(_layer(512, 384, 32, 2, 256, None), ring_slots=2),
+    "odd-ring": Case(_layer(512, 384, 6, 3, 256, None), ring_slots=2),
     # CTAs that start late by random times disturb the order in which items run.
     "small-ring-jitter": Case(_layer(512, 384, 32, 2, 256, None), ring_slots=2, jitter_ns=20_000),
 }

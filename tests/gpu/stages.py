@@ -85,7 +85,7 @@ class Blocks:
 
 def expected_blocks(op: Any, batch: Batch, slot_base: int) -> Blocks:
     """Blocks in the order (expert, token, slot), placed from ``slot_base`` on."""
-    plan = op.plan_of(batch.num_tokens)
+    plan = op.plan.for_tokens(batch.num_tokens)
     shape, widths = plan.workspace, plan.tiles.widths
     ids = batch.ids.cpu()
     entries: list[int] = []

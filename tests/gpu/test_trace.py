@@ -27,10 +27,10 @@ def test_a_traced_replay_shows_every_item_once_and_in_order() -> None:
     zero, end = bounds(records)
     assert 0 < end - zero < 10_000_000
     assert lost_items(records) == 0
-    spans = spans_of(op.plan_of(64), records, 0, zero)
+    spans = spans_of(op.plan.for_tokens(64), records, 0, zero)
 
     rows = Counter(batch.ids.flatten().tolist())
-    blocks = sum(-(-n // op.plan.tiles.max_width) for n in rows.values())
+    blocks = sum(-(-n // op.plan.for_tokens(64).tiles.max_width) for n in rows.values())
     for name, tiles in (("W1", CONFIG.intermediate // 128), ("W2", CONFIG.hidden // 256)):
         items = Counter((s.detail["slot"], s.detail["tile"]) for s in spans if s.name == name)
         assert len(items) == blocks * tiles

@@ -162,12 +162,24 @@ WEIGHT_ONE = 0x3F80_0000
 
 
 class Half:
-    """Rank 0 of two, without tokens of its own; the test writes what rank 1 sends it."""
+    """Rank 0 of two, without tokens of its own; the test writes what rank 1 sends it.
 
-    def __init__(self, experts: list[int], ring_slots: int | None = None, seed: int = 0) -> None:
+    Args:
+        experts: of the entries.
+        class_of: tokens of a call whose blocks it makes.
+    """
+
+    def __init__(
+        self,
+        experts: list[int],
+        ring_slots: int | None = None,
+        seed: int = 0,
+        class_of: int = 128,
+    ) -> None:
         cfg = config(128, 2, experts=6)
         self.machine = Machine(seed, ordered=True)
         plan = make_plan(cfg, 2, 132, dispatch_sms=SMS, ring_slots=ring_slots)
+        plan = plan.for_tokens(class_of)
         self.shape = plan.workspace
         self.ranks = layers.make_ranks(self.machine, plan, None, "sm_90a")
         self.own = self.ranks[0]
@@ -246,12 +258,15 @@ def test_slots_that_are_never_emptied_are_a_fault(rows: int) -> None:
     assert (fault.kind, fault.cell) == (FaultKind.TIMEOUT, Cell.TOKEN_RING_EMPTY)
 
 
-@pytest.mark.parametrize("rows", [60, EARLY_ROWS, 90, 200])
-def test_two_slots_serve_all_blocks(rows: int) -> None:
+@pytest.mark.parametrize(
+    ("rows", "class_of"),
+    [(60, 128), (EARLY_ROWS, 128), (90, 128), (200, 128), (60, 1), (200, 1)],
+)
+def test_two_slots_serve_all_blocks(rows: int, class_of: int) -> None:
     """Early rows are pulled in the order of the list, whatever their blocks: each warp has one. The
     test empties a slot now and then, block by block, as compute does."""
     experts = np.random.default_rng(rows).integers(0, 6, rows).tolist()
-    half = Half(experts, ring_slots=2, seed=rows)
+    half = Half(experts, ring_slots=2, seed=rows, class_of=class_of)
     shape, ring = half.shape, half.shape.ring
     counts = np.bincount(experts, minlength=shape.local_experts).tolist()
     num_blocks = sum(-(-count // shape.block_rows) for count in counts)

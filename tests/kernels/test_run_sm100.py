@@ -332,8 +332,9 @@ class Layer:
         # Tiles and block rows by the size of each rank's call, in a ring for the largest.
         (config(48, experts=2, i=128), 1, None, [(48,), (9,), (24,)]),
         (config(48, experts=4, i=128), 2, None, [(40, 3)]),
+        (config(48, experts=4, i=128), 1, 2, [(48,), (9,)]),
     ],
-    ids=["one rank", "slots recur", "two ranks", "sizes", "sizes of two ranks"],
+    ids=["one rank", "slots recur", "two ranks", "sizes", "sizes of two ranks", "sizes recur"],
 )
 def test_layers(
     cfg: MoEConfig, ranks: int, ring_slots: int | None, tokens: list[tuple[int, ...]]

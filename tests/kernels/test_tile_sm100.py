@@ -53,7 +53,7 @@ def run_on_machine(spec: KernelSpec, workspace: Tensor, packed: PackedWeightsSm1
     for width in spec.tiles.widths:
         values[f"ring_rows_{width}"] = TensorMap(
             base + shape.offsets["ring_rows"],
-            (128, shape.num_slots * shape.slot_rows, shape.num_windows),
+            (128, shape.num_slots * shape.block_rows, shape.num_windows),
             (shape.row_stride, 128),
             (128, width, 1),
             nibbles=False,

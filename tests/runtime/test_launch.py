@@ -18,9 +18,11 @@ from gcmoe.runtime import driver
 from gcmoe.runtime.launch import WEIGHTS, Arguments
 
 
-def spec_of(role: Role, ranks: int = 2, arch: str = "sm_90a") -> KernelSpec:
-    plan = make_plan(MoEConfig(5120, 2304, 16, 6, 8), ranks, family=family_of(arch))
-    return kernel_spec(plan, role, arch)
+def spec_of(
+    role: Role, ranks: int = 2, arch: str = "sm_90a", tokens: int = 8, capacity: int = 8
+) -> KernelSpec:
+    plan = make_plan(MoEConfig(5120, 2304, 16, 6, capacity), ranks, family=family_of(arch))
+    return kernel_spec(plan.for_tokens(tokens), role, arch)
 
 
 @pytest.mark.parametrize("role", [Role.DISPATCH, Role.COMPUTE, Role.FINALIZE])
@@ -64,9 +66,11 @@ def test_wrong_number_of_peers():
         Arguments(spec_of(Role.DISPATCH)).set_peers([1, 2, 3])
 
 
+@pytest.mark.parametrize("capacity", [8, 100])
 @pytest.mark.parametrize(("arch", "windows"), [("sm_90a", 2), ("sm_100a", 1)])
-def test_ring_maps(standin, arch, windows):
-    spec = spec_of(Role.COMPUTE, arch=arch)
+def test_ring_maps(standin, arch, windows, capacity):
+    spec = spec_of(Role.COMPUTE, arch=arch, capacity=capacity)
+    assert (spec.shape.block_rows < spec.shape.slot_rows) == (capacity == 100)
     shape, widths = spec.shape, spec.tiles.widths
     Arguments(spec).encode_ring_maps(1 << 40)
     assert len(standin.maps) == len(widths)
@@ -74,7 +78,7 @@ def test_ring_maps(standin, arch, windows):
         assert target % 64 == 0
         assert base == (1 << 40) + shape.offsets["ring_rows"]
         assert base % 16 == 0
-        assert dims == (128, shape.num_slots * shape.slot_rows, 5120 // 128)
+        assert dims == (128, shape.num_slots * shape.block_rows, 5120 // 128)
         assert strides == (shape.row_stride, 128)
         assert all(stride % 16 == 0 for stride in strides)
         assert box == (128, width, windows)

@@ -224,5 +224,5 @@ def test_compute_gets_room_for_the_weights_that_it_guesses(make, standin):
     shape = op.plan.workspace
     assert probe.weight_bytes(shape, 1000) == packed.w13.nbytes
     assert probe.weight_bytes(shape, 3) == 3 * packed.w13[0, 0].nbytes
-    names = [parameter.name for parameter in op._sizes[-1].specs[Role.COMPUTE].parameters]
+    names = [parameter.name for parameter in op._sizes[op.plan].specs[Role.COMPUTE].parameters]
     assert set(WEIGHTS["sm90"]) <= set(names)

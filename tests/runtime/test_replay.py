@@ -4,12 +4,11 @@ import ctypes
 import gc
 import re
 import warnings
-from dataclasses import replace
 
 import pytest
 import torch
 from cuda.bindings import driver as real
-from small_layer import CONFIG, H, T, inputs, weights
+from small_layer import H, T, inputs, weights
 
 from gcmoe import operator as operators
 from gcmoe.config import MoEConfig
@@ -27,8 +26,8 @@ CHOOSE_DEVICE = devices.choose_device
 
 def argument_values(op, parameters):
     """Name -> value of the arguments of a recorded ``CUDA_KERNEL_NODE_PARAMS``."""
-    names = {int(kernel.kernel): role for role, kernel in op._sizes[-1].kernels.items()}
-    spec = op._sizes[-1].specs[names[int(parameters.kern)]]
+    names = {int(kernel.kernel): role for role, kernel in op._sizes[op.plan].kernels.items()}
+    spec = op._sizes[op.plan].specs[names[int(parameters.kern)]]
     pointers = (ctypes.c_void_p * len(spec.parameters)).from_address(int(parameters.kernelParams))
     types = {"u64": ctypes.c_uint64, "i64": ctypes.c_int64, "i32": ctypes.c_int32}
     return {
@@ -63,7 +62,7 @@ def test_a_second_operator_shares_partition_and_kernels(op, make, standin):
 
 
 def test_a_kernel_with_other_parameters_is_refused(op, standin):
-    size = op._sizes[-1]
+    size = op._sizes[op.plan]
     spec = size.specs[Role.FINALIZE]
     standin.sizes[spec.symbol][2] = 4
     with pytest.raises(GCMoEError, match=r"2 \(topk_ids\) has 4 bytes, the spec says 8"):
@@ -140,7 +139,7 @@ def test_eager_calls_update_dispatch_and_finalize_after_a_change_only(op, standi
     assert standin.names().count("cuGraphInstantiate") == 1
     layer(x, ids, w, out=y)
     assert standin.names().count("cuGraphExecKernelNodeSetParams") == 0
-    graph = layer._replays[-1].graph
+    graph = layer._replays[op.plan].graph
     nodes = graph._nodes
     wanted = [(graph._executable, nodes[role]) for role in (Role.DISPATCH, Role.FINALIZE)]
     changes = (
@@ -165,39 +164,6 @@ def test_eager_calls_update_dispatch_and_finalize_after_a_change_only(op, standi
             assert values["topk_ids"] == arguments[1].data_ptr()
             assert values["ids_are_int64"] == int(n < 2)
     assert standin.names().count("cuGraphInstantiate") == 1
-
-
-def test_calls_of_other_sizes_have_their_own_graphs(make, standin):
-    """Each as an operator of that capacity would have it, over one workspace."""
-    op = make(replace(CONFIG, max_tokens=200))
-    tiles = [each.tiles for each in op.plan.classes]
-    assert [most for most, _ in op.plan.tile_classes] == [104, 144, 200]
-    assert [op.plan_of(t) for t in (0, 104, 105, 200)] == [op.plan.classes[n] for n in (0, 0, 1, 2)]
-    layer = op.bind(weights())
-    maps = standin.maps[-sum(len(t.widths) for t in tiles) :]
-    ring_rows = [op.plan.workspace.num_slots * t.max_width for t in tiles for _ in t.widths]
-    assert [dims[1] for _, _, dims, *_ in maps] == ring_rows
-    for tokens in (5, 104, 144, 145, 200):
-        layer(*inputs(tokens))
-    assert standin.names().count("cuGraphInstantiate") == 3
-    launched = [int(a[0]) for a in standin.arguments("cuGraphLaunch")]
-    assert [launched.index(graph) for graph in launched] == [0, 0, 2, 3, 3]
-    updates = standin.arguments("cuGraphExecKernelNodeSetParams")
-    assert [int(update[0]) for update in updates] == [launched[0]] * 2 + [launched[3]] * 2
-    arguments = inputs(5)
-    for _ in range(2):
-        layer(*arguments, out=arguments[0])
-    assert len(standin.arguments("cuGraphExecKernelNodeSetParams")) == 6
-    op.close()
-    assert standin.names().count("cuGraphExecDestroy") == 3
-
-
-def test_a_serial_operator_has_one_size_because_its_ring_holds_every_block(make):
-    op = make(replace(CONFIG, max_tokens=200), serial=True)
-    assert len(op.plan.classes) == 3
-    assert op.plan_of(1) == op.plan_of(200) == op.plan
-    with pytest.raises(ValueError, match="num_tokens = 201: at most 200"):
-        op.plan_of(201)
 
 
 def test_a_new_stream_waits_for_the_previous_call(op, standin, fake_device):

@@ -46,7 +46,7 @@ def test_late_compute_is_more_ctas_of_the_same_node(make, standin, late):
     op.bind(weights())
     _, compute, _ = (node[3] for node in standin.arguments("cuGraphAddKernelNode"))
     assert compute.gridDimX == op.plan.compute_ctas == (132 if late else 124)
-    finalize = op._blocks(op._sizes[-1], BUDGET_SHARE)[Role.FINALIZE]
+    finalize = op._blocks(op._sizes[op.plan], BUDGET_SHARE)[Role.FINALIZE]
     assert finalize.fields["compute_ctas"].value == compute.gridDimX
 
 
@@ -62,13 +62,13 @@ def test_between_green_contexts_late_compute_runs_behind_dispatch_in_its_context
     assert late.blockDimX == compute.blockDimX
     assert late.sharedMemBytes == compute.sharedMemBytes
     assert len(standin.arguments("cuGraphAddDependencies")) == 1  # finalize waits in memory
-    finalize = op._blocks(op._sizes[-1], BUDGET_SHARE)[Role.FINALIZE]
+    finalize = op._blocks(op._sizes[op.plan], BUDGET_SHARE)[Role.FINALIZE]
     assert finalize.fields["compute_ctas"].value == 132
 
 
 def test_a_copied_block_of_arguments_has_the_same_values(op):
     op.bind(weights())
-    block = op._blocks(op._sizes[-1], BUDGET_SHARE)[Role.COMPUTE]
+    block = op._blocks(op._sizes[op.plan], BUDGET_SHARE)[Role.COMPUTE]
     block.set(w13=0x1234)
     copy = block.copy()
     assert copy.address != block.address

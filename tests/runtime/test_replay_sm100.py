@@ -47,7 +47,7 @@ def test_plan_and_kernels_are_of_the_family(make):
     assert op.family == "sm100"
     assert op.plan.workspace.has_atoms
     assert (op.plan.num_sms, op._grids[Role.COMPUTE]) == (148, 140)
-    assert {spec.arch for spec in op._sizes[-1].specs.values()} == {"sm_103a"}
+    assert {spec.arch for spec in op._sizes[op.plan].specs.values()} == {"sm_103a"}
 
 
 def test_the_probe_has_maps_over_the_room_that_is_guessed_into(make, standin):
@@ -97,7 +97,7 @@ def test_late_compute_has_the_maps_too(make, standin, monkeypatch):
     layer = op.bind(blackwell_weights())
     nodes = [arguments[3] for arguments in standin.arguments("cuGraphAddKernelNode")][-4:]
     _, compute, late, _ = nodes
-    spec = layer.op._sizes[-1].specs[Role.COMPUTE]
+    spec = layer.op._sizes[layer.op.plan].specs[Role.COMPUTE]
     blocks = [
         (ctypes.c_void_p * len(spec.parameters)).from_address(int(node.kernelParams))
         for node in (compute, late)
