@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 from gcmoe.models import MODELS, Model, get_model, share
 from gcmoe.plan.fit import Measured, read_record
@@ -105,16 +104,17 @@ def report_layer(model: Model, gpu: Gpu, ranks: int, ns: argparse.Namespace) -> 
     ]
     if not gpu.decodes:
         lines.append("    memory bounds the stream alone: its tensor cores read MXFP4 themselves")
-    shown: Any = None
+    shown: list[str] = []
     for num_tokens in ns.tokens:
         config = model.config(ns.capacity or capacity_for(num_tokens))
         plan = make_plan(
             config, ranks, gpu.sms, dispatch_sms=ns.dispatch_sms, ring_slots=ns.ring_slots
         )
         plan = plan.for_tokens(num_tokens)
-        if (config.max_tokens, plan.tiles) != shown:
-            shown = config.max_tokens, plan.tiles
-            lines += ["", *describe_plan(plan, num_tokens), HEAD]
+        described = describe_plan(plan, num_tokens)
+        if described != shown:
+            lines += ["", *described, HEAD]
+            shown = described
         found = predict(plan, gpu, num_tokens, CONSTANTS)
         line = describe_time(num_tokens, found)
         point = find_published(gpu.name, ns.model, ranks, num_tokens)
