@@ -22,8 +22,7 @@ PEER_FACTOR = 1.6
 
 def prediction_of(case: Case) -> Prediction:
     """What the model of the plan says about our own layer on an H200."""
-    plan = make_plan(case.config(), case.ranks).for_tokens(case.tokens)
-    return predict(plan, GPU, case.tokens, CONSTANTS)
+    return predict(make_plan(case.config(), case.ranks), GPU, case.tokens, CONSTANTS)
 
 
 def session_seconds(case: Case, options: Options) -> float:

@@ -21,7 +21,7 @@ from gcmoe.errors import (
     UnsupportedDevice,
 )
 from gcmoe.kernels.build import get_kernel
-from gcmoe.kernels.spec import KernelSpec, call_specs
+from gcmoe.kernels.spec import KernelSpec, call_specs, kernel_specs
 from gcmoe.kernels.trace_words import TRACE_WORDS
 from gcmoe.layer import Layer
 from gcmoe.numerics import Packed, packed_form
@@ -216,13 +216,14 @@ class MoE:
             )
         if self.serial:  # compute frees no slot for dispatch: the ring must hold every block
             self.plan = replace(self.plan, tile_classes=self.plan.tile_classes[-1:])
+        loaded = {
+            spec: load_kernel(spec, get_kernel(spec, cache_dir), self._index, self._partition)
+            for spec in kernel_specs(self.plan, self._arch, **build)
+        }
         self._sizes: dict[LayerPlan, CallSize] = {}
         for plan in self.plan.classes:
             specs = call_specs(plan, self._arch, **build)
-            kernels = {
-                role: load_kernel(spec, get_kernel(spec, cache_dir), self._index, self._partition)
-                for role, spec in specs.items()
-            }
+            kernels = {role: loaded[spec] for role, spec in specs.items()}
             self._sizes[plan] = CallSize(specs, kernels)
         split = self._partition.is_split
         self._grids = {

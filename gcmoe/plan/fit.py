@@ -102,7 +102,7 @@ def measured_of(row: dict[str, Any], record: str, created: str) -> Measured | No
     plan = make_plan(config, ranks, dispatch_sms=known["dispatch_sms"], late_compute=late)
     tiles = dict(known["tiles"])
     tiles["widths"] = tuple(tiles["widths"])
-    plan = replace(plan, tiles=TilePlan(**tiles))
+    plan = plan.with_tiles(TilePlan(**tiles))
     phases = row.get("trace_us") or {}
     times = row["median_us"], row["floor_us"]
     return Measured(row["model"], plan, num_tokens, *times, phases, record, created)

@@ -184,6 +184,13 @@ class LayerPlan:
         workspace = replace(self.workspace, block_rows=tiles.max_width)
         return replace(self, tiles=tiles, workspace=workspace)
 
+    def with_tiles(self, tiles: Any) -> LayerPlan:
+        """The plan of an operator that has these tiles for calls of all sizes."""
+        rows = dict.fromkeys(("slot_rows", "block_rows", "least_block_rows"), tiles.max_width)
+        workspace = replace(self.workspace, **rows)
+        classes = ((self.config.max_tokens, tiles),)
+        return replace(self, tiles=tiles, workspace=workspace, tile_classes=classes)
+
     @property
     def classes(self) -> tuple[LayerPlan, ...]:
         """The plans that :meth:`for_tokens` may return, each once."""

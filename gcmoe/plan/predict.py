@@ -238,13 +238,14 @@ def p_norm(first: float, second: float, p: float) -> float:
 
 
 def predict(plan: LayerPlan, gpu: Gpu, num_tokens: int, constants: Constants) -> Prediction:
-    """The prediction for ``num_tokens`` tokens on every rank.
+    """The prediction for a call of ``num_tokens`` tokens on every rank.
 
     Raises:
         ValueError: ``num_tokens`` is not in [1, max_tokens].
     """
     config, c = plan.config, constants
     routing = expected_routing(plan, num_tokens)
+    plan = plan.for_tokens(num_tokens)
     tiling = Tiling.of(plan)
     weight_bytes = routing.touched * expert_bytes(plan)
     guessed = guessed_bytes(plan, routing)

@@ -54,6 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def describe_plan(plan: LayerPlan, num_tokens: int) -> list[str]:
     """Partition, tiles of calls of ``num_tokens`` tokens, ring and workspace, and what the choices
     rest on."""
+    plan = plan.for_tokens(num_tokens)
     tiles, shape, config = plan.tiles, plan.workspace, plan.config
     most = next(most for most, _ in plan.tile_classes if num_tokens <= most)
     lines = [
@@ -70,8 +71,7 @@ def describe_plan(plan: LayerPlan, num_tokens: int) -> list[str]:
             break
     mean_rows = num_tokens * plan.num_ranks * config.top_k / config.num_experts
     row = next(row for row in TILE_TABLE if mean_rows <= row.mean_rows)
-    if row.tiles == tiles:
-        lines.append(f"    tiles, {row.gpu}: {row.measurement}")
+    lines.append(f"    tiles, {row.gpu}: {row.measurement}")
     return lines
 
 
@@ -110,12 +110,11 @@ def report_layer(model: Model, gpu: Gpu, ranks: int, ns: argparse.Namespace) -> 
         plan = make_plan(
             config, ranks, gpu.sms, dispatch_sms=ns.dispatch_sms, ring_slots=ns.ring_slots
         )
-        plan = plan.for_tokens(num_tokens)
+        found = predict(plan, gpu, num_tokens, CONSTANTS)
         described = describe_plan(plan, num_tokens)
         if described != shown:
             lines += ["", *described, HEAD]
             shown = described
-        found = predict(plan, gpu, num_tokens, CONSTANTS)
         line = describe_time(num_tokens, found)
         point = find_published(gpu.name, ns.model, ranks, num_tokens)
         if point:
@@ -141,7 +140,7 @@ def compare_published(points: Iterable[Published] = PUBLISHED) -> list[str]:
     for point in points:
         gpu = get_gpu(point.gpu)
         config = get_model(point.model).config(capacity_for(point.num_tokens))
-        plan = make_plan(config, point.ranks, gpu.sms).for_tokens(point.num_tokens)
+        plan = make_plan(config, point.ranks, gpu.sms)
         time = predict(plan, gpu, point.num_tokens, CONSTANTS).total_us
         off = difference(time, point.time_us)
         lines.append(

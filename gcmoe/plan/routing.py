@@ -60,7 +60,7 @@ class Routing:
 
 
 def expected_routing(plan: LayerPlan, num_tokens: int) -> Routing:
-    """The load of a rank when every rank passes ``num_tokens`` tokens.
+    """The load of a rank of an operator when every rank passes ``num_tokens`` tokens.
 
     Raises:
         ValueError: no tokens, or more than the capacity.
@@ -68,18 +68,18 @@ def expected_routing(plan: LayerPlan, num_tokens: int) -> Routing:
     config: MoEConfig = plan.config
     if not 1 <= num_tokens <= config.max_tokens:
         raise ValueError(f"tokens = {num_tokens}: from 1 to max_tokens = {config.max_tokens}")
-    experts = plan.workspace.local_experts
+    experts, tiles = plan.workspace.local_experts, plan.for_tokens(num_tokens).tiles
     trials, chance = num_tokens * plan.num_ranks, config.top_k / config.num_experts
-    most = plan.tiles.max_width
+    most = tiles.max_width
     chances = binomial(trials, chance)
-    blocks = dict.fromkeys(plan.tiles.widths, 0.0)
+    blocks = dict.fromkeys(tiles.widths, 0.0)
     for rows, probability in enumerate(chances):
         if rows == 0 or probability < NEGLIGIBLE:
             continue
         full, rest = divmod(rows, most)
         blocks[most] += experts * probability * full
         if rest:
-            blocks[round_width(plan.tiles, rest)] += experts * probability
+            blocks[round_width(tiles, rest)] += experts * probability
     return Routing(
         rows=experts * trials * chance,
         touched=experts * (1 - chances[0]),

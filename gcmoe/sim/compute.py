@@ -111,7 +111,7 @@ def run_w1(
     table: list[tuple[int, int]],
 ) -> Steps:
     """Waits for the rows of the block, stores 128 columns of ``a``, flips their bits."""
-    memory, rank, u = sim.memory, actor.rank, launch.block_rows
+    memory, rank, pitch = sim.memory, actor.rank, launch.block_rows
     done = sim.variant.edges["w1_bitmap"]
     slot, epoch = place_of(sim, bases, block)
     if not (yield from wait_full(sim, launch, actor, slot, epoch, bases[0])):
@@ -119,17 +119,19 @@ def run_w1(
     expert, num_rows = table[block]
     sim.check.start_w1(actor, block, num_rows)
     yield "ring_rows"
-    rows = [memory.load_async(actor, (rank, "ring_rows", slot * u + n)) for n in range(num_rows)]
+    rows = [
+        memory.load_async(actor, (rank, "ring_rows", slot * pitch + n)) for n in range(num_rows)
+    ]
     yield "ring_scale"
     codes, scales = [], []
     first = rank * sim.config.local_experts
     for n in range(num_rows):
-        at = fragment(n, u)
+        at = fragment(n, pitch)
         row_scales = [
-            memory.load_async(actor, (rank, "ring_scale", (slot * sim.windows + w) * u + at))
+            memory.load_async(actor, (rank, "ring_scale", (slot * sim.windows + w) * pitch + at))
             for w in range(sim.windows)
         ]
-        weight = memory.load_async(actor, (rank, "ring_weight", slot * u + at))
+        weight = memory.load_async(actor, (rank, "ring_weight", slot * pitch + at))
         code, scale = sim.data.w1(launch.layer, first + expert, rows[n], row_scales, weight, tile)
         codes.append(code)
         scales.append(scale)
@@ -162,7 +164,7 @@ def run_w2(
     table: list[tuple[int, int]],
 ) -> Steps:
     """Waits for ``a``, scatters rows to their source ranks, adds arrivals, frees the slot."""
-    memory, rank, u = sim.memory, actor.rank, launch.block_rows
+    memory, rank, pitch = sim.memory, actor.rank, launch.block_rows
     slot, epoch = place_of(sim, bases, block)
     # Bits tell even from odd epochs only. When the ring is reused within a replay, the bits of two
     # epochs ago would pass for those of this one; rows in the slot mean that the epoch before is
@@ -182,7 +184,7 @@ def run_w2(
     if free_first:
         yield from free_slot(sim, launch, actor, slot, epoch)
     if sim.variant.add_before_scatter:
-        metas = [memory.load(actor, (rank, "ring_meta", slot * u + n)) for n in range(num_rows)]
+        metas = [memory.load(actor, (rank, "ring_meta", slot * pitch + n)) for n in range(num_rows)]
         yield from add_arrivals(sim, launch, actor, metas)
     codes, scales = [], []
     for window in range(sim.w1_tiles):
@@ -194,7 +196,7 @@ def run_w2(
         codes.append(memory.load_async(actor, (rank, "a_rows", index)))
         scales.append(memory.load_async(actor, (rank, "a_scale", index)))
     yield "ring_meta"
-    metas = [memory.load(actor, (rank, "ring_meta", slot * u + n)) for n in range(num_rows)]
+    metas = [memory.load(actor, (rank, "ring_meta", slot * pitch + n)) for n in range(num_rows)]
     sim.check.read_slot(rank, slot, block)
     columns, base = sim.w2_columns(rank), rank * sim.config.local_experts
     for n, word in enumerate(metas):

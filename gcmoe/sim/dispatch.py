@@ -332,23 +332,23 @@ def store_row(
     proxies: set[str],
 ) -> Steps:
     """Row by a bulk store; scales, weight and metadata by ordinary stores."""
-    memory, rank, u = sim.memory, actor.rank, launch.block_rows
+    memory, rank, pitch = sim.memory, actor.rank, launch.block_rows
     if not proxies:
         return
     if "async" in proxies:
         yield "ring_rows"
         sim.check.store_row(rank, slot, launch.replay, row.block, sim.w2_tiles(rank))
-        memory.store_async(actor, (rank, "ring_rows", slot * u + row.row), staged)
+        memory.store_async(actor, (rank, "ring_rows", slot * pitch + row.row), staged)
     if "generic" in proxies:
         yield "ring_meta"
         sim.check.store_row(rank, slot, launch.replay, row.block, sim.w2_tiles(rank))
-        place = fragment(row.row, u)
+        place = fragment(row.row, pitch)
         for window in range(sim.windows):
-            index = (slot * sim.windows + window) * u + place
+            index = (slot * sim.windows + window) * pitch + place
             memory.store(actor, (rank, "ring_scale", index), sim.data.scale(staged, window))
-        memory.store(actor, (rank, "ring_weight", slot * u + place), row.weight)
+        memory.store(actor, (rank, "ring_weight", slot * pitch + place), row.weight)
         meta = RowMeta.pack(Word32(row.src), Word32(row.token), Word32(row.slot))
-        memory.store(actor, (rank, "ring_meta", slot * u + row.row), int(meta))
+        memory.store(actor, (rank, "ring_meta", slot * pitch + row.row), int(meta))
 
 
 def publish_rows(

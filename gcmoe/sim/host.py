@@ -86,11 +86,9 @@ def may_start(sim: Simulation, launches: list[Launch], role: Role, replay: int) 
         before = replay - 1 if edge.next_replay else replay
         if before >= 0 and not (before < len(launches) and launches[before].ended(edge.before)):
             return False
-    if not replay:
+    if not replay or role is Role.DISPATCH:
         return True
     last = launches[replay - 1]
-    if role is Role.DISPATCH:
-        return True
     return last.is_over if role is Role.FINALIZE else last.ended(Role.COMPUTE)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from gcmoe.config import MoEConfig
 from gcmoe.kernels.build import get_kernel
 from gcmoe.kernels.spec import kernel_specs
-from gcmoe.plan import make_plan
+from gcmoe.plan import LayerPlan, make_plan
 
 ARCH = "sm_90a"
 RANKS = 2
@@ -82,11 +82,15 @@ CASES: dict[str, PairCase] = {
 }
 
 
+def case_plan(name: str) -> LayerPlan:
+    """The plan of a case."""
+    case = CASES[name]
+    return make_plan(case.config, case.ranks, ring_slots=case.ring_slots)
+
+
 def case_specs(name: str) -> tuple[Any, ...]:
     """The kernels of a case."""
-    case = CASES[name]
-    plan = make_plan(case.config, case.ranks, ring_slots=case.ring_slots)
-    return kernel_specs(plan, ARCH, jitter_ns=case.jitter_ns)
+    return kernel_specs(case_plan(name), ARCH, jitter_ns=CASES[name].jitter_ns)
 
 
 @cache

@@ -77,7 +77,7 @@ def test_compares_with_records(capsys):
     ("words", "message"),
     [
         (["--tokens", "0"], "tokens = 0: from 1 to max_tokens = 8"),
-        (["--tokens", "9", "--capacity", "8"], "tokens = 9: from 0 to"),
+        (["--tokens", "9", "--capacity", "8"], "tokens = 9: from 1 to"),
         (["--ranks", "7"], "must be a multiple of the 7 ranks"),
         (["--ranks", "128", "--share"], "leaves 2 experts, fewer than k = 6"),
     ],

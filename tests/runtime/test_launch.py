@@ -18,11 +18,10 @@ from gcmoe.runtime import driver
 from gcmoe.runtime.launch import WEIGHTS, Arguments
 
 
-def spec_of(
-    role: Role, ranks: int = 2, arch: str = "sm_90a", tokens: int = 8, capacity: int = 8
-) -> KernelSpec:
+def spec_of(role: Role, ranks: int = 2, arch: str = "sm_90a", capacity: int = 8) -> KernelSpec:
+    """Of a call of 8 tokens."""
     plan = make_plan(MoEConfig(5120, 2304, 16, 6, capacity), ranks, family=family_of(arch))
-    return kernel_spec(plan.for_tokens(tokens), role, arch)
+    return kernel_spec(plan.for_tokens(8), role, arch)
 
 
 @pytest.mark.parametrize("role", [Role.DISPATCH, Role.COMPUTE, Role.FINALIZE])
