@@ -57,8 +57,8 @@ class ComputeKernelSm100(SchedulerSteps):
         acc_full[b]     mma -> epilogue         2: a commit, and the thread itself
         acc_free[b]     epilogue -> mma         one per epilogue warp
         item[q]         scheduler -> all        1
-        item_data[q]    tokens -> epilogue      1 + routing weights
-        item_free[q]    epilogue -> scheduler   one per epilogue warp; they are always last
+        item_data[q]    tokens -> epilogue, publisher   1 + routing weights (W1) or origins (W2)
+        item_free[q]    epilogue, publisher -> scheduler    one per warp
         next_ticket     weights -> scheduler    1, four windows before an item's weights end
         ticket_known    scheduler -> weights    1, once: the first ticket, before the routes
         guess           weights -> weights      1 + 17,408 B, a phase per guessed window
@@ -109,7 +109,7 @@ class ComputeKernelSm100(SchedulerSteps):
             "acc_free": (accumulators, EPILOGUE_WARPS),
             "item": (QUEUE_ENTRIES, 1),
             "item_data": (QUEUE_ENTRIES, 1),
-            "item_free": (QUEUE_ENTRIES, EPILOGUE_WARPS),
+            "item_free": (QUEUE_ENTRIES, EPILOGUE_WARPS + 1),
             "next_ticket": (1, 1),
             "ticket_known": (1, 1),
             "guess": (1, 1),
@@ -132,7 +132,7 @@ class ComputeKernelSm100(SchedulerSteps):
                 "columns": array[U32, 1],
                 "out_record": array[U32, RECORD_WORDS],
                 "records": align[array[U32, queue * RECORD_WORDS], 128],
-                "weights": align[array[U32, queue * width], 128],
+                "row_words": align[array[U32, queue * width], 128],
                 "out_scale": align[array[U32, layout.ATOM_BYTES // 4], 128],
                 "w_scale": align[array[U8, stages * layout.SCALE_BYTES], 128],
                 "x_scale": align[array[U8, stages * layout.ATOM_BYTES], 128],

@@ -42,10 +42,12 @@ class ComputeKernel(SchedulerSteps):
 
         full_w[stage]   weights -> consumers    1 + 34,816 B
         full_x[stage]   tokens -> consumers     1 + width * 256 B + scales
-        empty[stage]    consumers -> weights, tokens    one per consumer warp
+        empty[stage]    consumers -> weights, tokens    one per consumer warp; who refills a stage
+                        that was read by ordinary loads fences first, so that no consumer waits
         item[q]         scheduler -> all        1
-        item_data[q]    scheduler, tokens -> consumers  2 + row scales, routing weights
-        item_free[q]    consumers -> scheduler  one per consumer warp; they are always last
+        item_data[q]    scheduler, tokens -> consumers, publisher   2 + row scales, and routing
+                        weights (W1) or origins (W2) of the rows
+        item_free[q]    consumers, publisher -> scheduler   one per warp
         next_ticket     weights -> scheduler    1, two units before an item's weights end
         ticket_known    scheduler -> weights    1, once: the first ticket, before the routes
         guess           weights -> weights      1 + 34,816 B, a phase per guessed unit
@@ -110,7 +112,7 @@ class ComputeKernel(SchedulerSteps):
             "out_record": array[U32, RECORD_WORDS],
             "lut": align[array[U32, 2 * mma.TABLE_ENTRIES], 128],
             "records": align[array[U32, queue * RECORD_WORDS], 128],
-            "weights": align[array[F32, queue * width], 128],
+            "row_words": align[array[U32, queue * width], 128],
             "row_scales": align[array[F32, queue * TILE_ROWS], 128],
             "amax": align[array[U32, 2 * width], 128],
             "out_scale": align[array[F32, width], 128],
@@ -250,7 +252,7 @@ class ComputeKernel(SchedulerSteps):
                 for i in cutlass.range_constexpr(QUEUE_ENTRIES):
                     cute.arch.mbarrier_init(pointers["item"] + i, 1)
                     cute.arch.mbarrier_init(pointers["item_data"] + i, 2)
-                    cute.arch.mbarrier_init(pointers["item_free"] + i, consumer_warps)
+                    cute.arch.mbarrier_init(pointers["item_free"] + i, consumer_warps + 1)
                 cute.arch.mbarrier_init(pointers["next_ticket"], 1)
                 cute.arch.mbarrier_init(pointers["ticket_known"], 1)
                 cute.arch.mbarrier_init(pointers["guess"], 1)
@@ -375,6 +377,7 @@ class ComputeKernel(SchedulerSteps):
             if k < num_loaded:
                 ptx.mbarrier_arrive(at["full_w"] + s * 8)
             else:
+                ptx.fence("proxy.async.shared::cta", "stage read")
                 ptx.mbarrier_expect(at["full_w"] + s * 8, mma.UNIT_BYTES)
                 ptx.bulk_load(
                     at["w"] + s * mma.UNIT_BYTES,
@@ -392,15 +395,16 @@ class ComputeKernel(SchedulerSteps):
     def consumer_warps(self, at, pointers, tid, warpgroup, events):
         """Items through the tensor core; all consumer warps do the same."""
         t, lane = tid % 128, tid % 32
-        words = mma.make_words(self.subtiles)
-        scale_bytes = cute.make_rmem_tensor(cute.make_layout(self.subtiles), U32)
+        ahead = mma.make_ahead(self.subtiles)
         # parities: staging buffer free, item, amax buffer
         phases = cute.make_rmem_tensor(cute.make_layout(3), U32)
         phases[0], phases[1], phases[2] = U32(1), U32(0), U32(0)
         s, parity, q, go = I32(0), U32(0), I32(0), I32(1)
         view = mma.weight_view(pointers["w"], self.subtiles, self.warpgroups, self.stages)
         ptx.mbarrier_wait(at["full_w"], parity)
-        mma.load_words(view, words, scale_bytes, t, warpgroup, 0, s)
+        for m in cutlass.range_constexpr(self.subtiles):
+            mma.load_words(view, ahead, t, warpgroup, m, 0, s)
+        mma.load_codes(pointers["lut"], ahead)
         was_w1 = I32(1)
         while go != 0:
             ptx.mbarrier_wait(at["item"] + q * 8, phases[1])
@@ -431,8 +435,7 @@ class ComputeKernel(SchedulerSteps):
                         at,
                         pointers,
                         (t, lane, warpgroup, q, units, kind, slot, tile, rows, events),
-                        words,
-                        scale_bytes,
+                        ahead,
                         phases,
                         s,
                         parity,
@@ -452,13 +455,11 @@ class ComputeKernel(SchedulerSteps):
             ptx.mbarrier_arrive(at["out_full"])
 
     @cute.jit
-    def item(
-        self, width: cutlass.Constexpr, at, pointers, what, words, scale_bytes, phases, s, parity
-    ):
+    def item(self, width: cutlass.Constexpr, at, pointers, what, ahead, phases, s, parity):
         """One whole item of token width ``width``: main loop, epilogue, hand-over."""
         t, lane, warpgroup, q, units, kind, slot, tile, rows, events = what
         tiles = mma.TileMma(width, self.tiles, pointers, t, lane)
-        s, parity = tiles.main_loop(at, units, words, scale_bytes, warpgroup, s, parity)
+        s, parity = tiles.main_loop(at, units, ahead, warpgroup, s, parity)
         ptx.mbarrier_wait(at["item_data"] + q * 8, phases[1])
         ptx.mbarrier_wait(at["out_free"], phases[0])
         if kind == U32(int(Kind.W1)):

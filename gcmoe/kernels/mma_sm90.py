@@ -7,7 +7,7 @@ and 4,352 bytes (1,024 words of nibbles, then 256 scale bytes; ``gcmoe.numerics.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -51,9 +51,28 @@ def fill_decode_table(lut, tid):
         ptx.shared_store(lut + tid * 8 + 4, high)
 
 
-def make_words(subtiles: int) -> list[Any]:
-    """Registers for the nibble words of one block: [word i][row half h] per sub-tile."""
-    return [cute.make_rmem_tensor(cute.make_layout((4, 2)), U32) for _ in range(subtiles)]
+class Ahead(NamedTuple):
+    """Registers of what a thread loads ahead, per sub-tile: of one block of its two rows.
+
+    Args:
+        words: nibbles, [word i][row half h].
+        scales: the two scale bytes in one word.
+        codes: what the magnitudes mean under these scales, [low, high][row half h].
+    """
+
+    words: list[Any]
+    scales: Any
+    codes: list[Any]
+
+
+def make_ahead(subtiles: int) -> Ahead:
+    """Its registers; they hold across items of different token widths."""
+
+    def per_subtile(shape: tuple[int, int]) -> list[Any]:
+        return [cute.make_rmem_tensor(cute.make_layout(shape), U32) for _ in range(subtiles)]
+
+    scales = cute.make_rmem_tensor(cute.make_layout(subtiles), U32)
+    return Ahead(per_subtile((4, 2)), scales, per_subtile((2, 2)))
 
 
 def weight_view(pointer: Any, subtiles: int, warpgroups: int, stages: int) -> tuple[Any, Any]:
@@ -85,23 +104,28 @@ def weight_view(pointer: Any, subtiles: int, warpgroups: int, stages: int) -> tu
 
 
 @cute.jit
-def load_words(view, words, scale_bytes, t, wg, block: cutlass.Constexpr, s):
-    """One block's nibbles and scale bytes of this thread to registers."""
+def load_words(view, ahead, t, wg, m: cutlass.Constexpr, block: cutlass.Constexpr, s):
+    """One block's nibbles and scale bytes of sub-tile ``m`` of this thread to registers."""
     nibbles, scales = view
-    for m in cutlass.range_constexpr(len(words)):
-        for h in cutlass.range_constexpr(2):
-            cute.autovec_copy(nibbles[None, t, h, m, wg, block, s], words[m][None, h])
-        scale_bytes[m] = U32(scales[t, m, wg, block, s])
+    for h in cutlass.range_constexpr(2):
+        cute.autovec_copy(nibbles[None, t, h, m, wg, block, s], ahead.words[m][None, h])
+    ahead.scales[m] = U32(scales[t, m, wg, block, s])
 
 
 @cute.jit
-def decode(words, scales, table: cute.Pointer, fragment: cute.Tensor):
-    """Eight words of nibbles to the A registers of four k32 steps; 7 instructions per 8 values."""
+def load_codes(table: cute.Pointer, ahead):
+    """The table's entries for the scale bytes of all sub-tiles."""
     entries = cute.make_tensor(table, cute.make_layout((2, TABLE_ENTRIES), stride=(1, 2)))
-    codes = cute.make_rmem_tensor(cute.make_layout((2, 2)), U32)
-    for h in cutlass.range_constexpr(2):
-        index = (scales >> U32(8 * h)) & U32(0xFF)
-        cute.autovec_copy(entries[None, I32(index)], codes[None, h])
+    for m in cutlass.range_constexpr(len(ahead.codes)):
+        for h in cutlass.range_constexpr(2):
+            # Within the table also for what lies in a stage that no item has filled.
+            index = (ahead.scales[m] >> U32(8 * h)) & U32(TABLE_ENTRIES - 1)
+            cute.autovec_copy(entries[None, I32(index)], ahead.codes[m][None, h])
+
+
+@cute.jit
+def decode(words: cute.Tensor, codes: cute.Tensor, fragment: cute.Tensor):
+    """Eight words of nibbles to the A registers of four k32 steps; 7 instructions per 8 values."""
     for i in cutlass.range_constexpr(4):
         for h in cutlass.range_constexpr(2):
             word = words[i, h]
@@ -183,13 +207,13 @@ class TileMma:
         self.view = weight_view(pointers["w"], tiles.subtiles, tiles.warpgroups, stages)
 
     def main_loop(
-        self, at: dict[str, Any], units: Any, words: Any, scale_bytes: Any, wg: Any, s: Any, p: Any
+        self, at: dict[str, Any], units: Any, ahead: Ahead, wg: Any, s: Any, p: Any
     ) -> tuple[Any, Any]:
-        """All units of an item; the first block's words are in registers on entry, and those of
-        the next item's first block on return. Returns the next stage and its parity."""
+        """All units of an item; its first block is in ``ahead`` on entry, and the next item's
+        first block on return. Returns the next stage and its parity."""
         for m in range(self.tiles.subtiles):
             self.main[m].fill(0.0)
-        return main_loop(self, at, units, words, scale_bytes, wg, s, p)
+        return main_loop(self, at, units, ahead, wg, s, p)
 
     def row_scales(self, pointer: Any, q: Any, wg: Any, m: int) -> tuple[Any, Any]:
         """FP32 scales of the thread's two weight rows of sub-tile ``m``."""
@@ -199,30 +223,41 @@ class TileMma:
 
 
 @cute.jit
-def main_loop(tile, at, units, words, scale_bytes, wg, s, parity):
-    """See :meth:`TileMma.main_loop`."""
-    subtiles, stages = tile.tiles.subtiles, tile.tiles.stages
+def main_loop(tile, at, units, ahead, wg, s, parity):
+    """See :meth:`TileMma.main_loop`.
+
+    Few warps share a scheduler, so loads come as early as their registers are free: the second
+    block's words behind the decode of the first, codes before the promotion. A stage's barriers
+    are tested a decode before they must be over.
+    """
+    subtiles, stages, view = tile.tiles.subtiles, tile.tiles.stages, tile.view
     t, lane = tile.t, tile.lane
     scales = cute.make_tensor(tile.scales.iterator, cute.make_layout(tile.width // 4))
     for _ in cutlass.range(units, unroll=1):
-        ptx.mbarrier_wait(at["full_x"] + s * 8, parity)
         this = s
+        x_is_here = ptx.mbarrier_test(at["full_x"] + this * 8, parity)
         for block in cutlass.range_constexpr(2):
-            for m in cutlass.range_constexpr(subtiles):
-                decode(words[m], scale_bytes[m], tile.pointers["lut"], tile.words[m])
-                multiply(tile.fresh, tile.more, tile.window[m], tile.a[m], tile.b, (block, this))
-            cute.autovec_copy(tile.x_scale[None, lane % 4, block, this], scales)
-            if cutlass.const_expr(block == 0):
-                load_words(tile.view, words, scale_bytes, t, wg, 1, this)
-            else:
+            if cutlass.const_expr(block == 1):
                 s, parity = sync.advance(s, parity, stages)
-                ptx.mbarrier_wait(at["full_w"] + s * 8, parity)
-                load_words(tile.view, words, scale_bytes, t, wg, 0, s)
+                w_is_here = ptx.mbarrier_test(at["full_w"] + s * 8, parity)
+            for m in cutlass.range_constexpr(subtiles):
+                decode(ahead.words[m], ahead.codes[m], tile.words[m])
+                if cutlass.const_expr((block == 0) & (m == 0)):
+                    ptx.mbarrier_wait_unless(x_is_here, at["full_x"] + this * 8, parity)
+                multiply(tile.fresh, tile.more, tile.window[m], tile.a[m], tile.b, (block, this))
+                if cutlass.const_expr(m == 0):
+                    cute.autovec_copy(tile.x_scale[None, lane % 4, block, this], scales)
+                if cutlass.const_expr(block == 0):
+                    load_words(view, ahead, t, wg, m, 1, this)
+            if cutlass.const_expr(block == 1):
+                ptx.mbarrier_wait_unless(w_is_here, at["full_w"] + s * 8, parity)
+                for m in cutlass.range_constexpr(subtiles):
+                    load_words(view, ahead, t, wg, m, 0, s)
             for m in cutlass.range_constexpr(subtiles):
                 warpgroup.wait_group(subtiles - 1 - m)
+                if cutlass.const_expr(m == 0):
+                    load_codes(tile.pointers["lut"], ahead)
                 promote(tile.main[m], tile.window[m], tile.scales)
-        # The stage was read by ordinary loads and is refilled by bulk copies (free on H200).
-        ptx.fence("proxy.async.shared::cta", "stage read")
         cute.arch.sync_warp()
         with cute.arch.elect_one():
             ptx.mbarrier_arrive(at["empty"] + this * 8)

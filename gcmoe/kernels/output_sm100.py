@@ -128,7 +128,7 @@ class Epilogue:
             # Lanes may have parted in a wait or a branch: the load wants the warp together.
             cute.arch.sync_warp()
             values = ptx100.load_accumulators(d + first, d + first + self.max_width)
-            weights = at["weights"] + q * (self.max_width * 4) + I32(first) * 4
+            weights = at["row_words"] + q * (self.max_width * 4) + I32(first) * 4
             for pair in cutlass.range_constexpr(ACCUMULATOR_COLUMNS // 2):
                 scaled = []
                 for j in (2 * pair, 2 * pair + 1):

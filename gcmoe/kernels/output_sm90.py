@@ -46,7 +46,7 @@ class TileOutput:
         warp, g, t4 = t // 32, lane // 4, lane % 4
         group = self.max_width // 4
         weights = cute.make_tensor(
-            pointers["weights"] + q * self.max_width + t4 * group,
+            cute.recast_ptr(pointers["row_words"], dtype=F32) + q * self.max_width + t4 * group,
             cute.make_layout((2, width // 8), stride=(1, 2)),
         )
         amax = at["amax"] + (I32(phases[2]) * self.max_width + t4 * group) * 4

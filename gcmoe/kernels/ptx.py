@@ -236,6 +236,21 @@ def shared_add(address: Any, value: Any, *, loc: Any = None, ip: Any = None) -> 
 MBARRIER_LIMIT_NS = 3_600_000_000_000
 
 
+# Begins where p says whether the phase is over.
+_MBARRIER_LOOP = (
+    "@p bra DONE;\n"
+    "mov.u64 t0, %globaltimer;\n"
+    "WAIT: mbarrier.try_wait.parity.shared::cta.b64 p, [$0], $1;\n"
+    "@p bra DONE;\n"
+    "mov.u64 t, %globaltimer;\n"
+    "sub.u64 t, t, t0;\n"
+    f"setp.lt.u64 q, t, {MBARRIER_LIMIT_NS};\n"
+    "@q bra WAIT;\n"
+    "trap;\n"
+    "DONE: }"
+)
+
+
 @dsl_user_op
 def mbarrier_wait(address: Any, parity: Any, *, loc: Any = None, ip: Any = None) -> None:
     """Wait for a phase. After an hour it traps: one such wait can span several waits on memory,
@@ -243,18 +258,28 @@ def mbarrier_wait(address: Any, parity: Any, *, loc: Any = None, ip: Any = None)
     text = (
         "{ .reg .pred p, q; .reg .u64 t0, t;\n"
         "mbarrier.try_wait.parity.shared::cta.b64 p, [$0], $1;\n"
-        "@p bra DONE;\n"
-        "mov.u64 t0, %globaltimer;\n"
-        "WAIT: mbarrier.try_wait.parity.shared::cta.b64 p, [$0], $1;\n"
-        "@p bra DONE;\n"
-        "mov.u64 t, %globaltimer;\n"
-        "sub.u64 t, t, t0;\n"
-        f"setp.lt.u64 q, t, {MBARRIER_LIMIT_NS};\n"
-        "@q bra WAIT;\n"
-        "trap;\n"
-        "DONE: }"
-    )
+    ) + _MBARRIER_LOOP
     _emit(text, [], [(I32, address), (U32, parity)], False, loc, ip)
+
+
+@dsl_user_op
+def mbarrier_test(address: Any, parity: Any, *, loc: Any = None, ip: Any = None) -> Any:
+    """1 if a phase is over, else 0, without waiting."""
+    text = (
+        "{ .reg .pred p;\n"
+        "mbarrier.test_wait.parity.shared::cta.b64 p, [$1], $2;\n"
+        "selp.u32 $0, 1, 0, p; }"
+    )
+    return _emit(text, [U32], [(I32, address), (U32, parity)], False, loc, ip)
+
+
+@dsl_user_op
+def mbarrier_wait_unless(
+    is_over: Any, address: Any, parity: Any, *, loc: Any = None, ip: Any = None
+) -> None:
+    """:func:`mbarrier_wait`, unless :func:`mbarrier_test` has said that the phase is over."""
+    text = "{ .reg .pred p, q; .reg .u64 t0, t;\nsetp.ne.u32 p, $2, 0;\n" + _MBARRIER_LOOP
+    _emit(text, [], [(I32, address), (U32, parity), (U32, is_over)], False, loc, ip)
 
 
 @dsl_user_op

@@ -4,7 +4,7 @@ import cutlass
 import cutlass.cute as cute
 
 from gcmoe.kernels import ptx, sync
-from gcmoe.kernels.records import Kind, Word
+from gcmoe.kernels.records import QUEUE_ENTRIES, Kind, Word
 from gcmoe.kernels.spec import KernelSpec
 from gcmoe.kernels.trace_words import ComputeTrace, ItemTrace
 from gcmoe.protocol import RowMeta
@@ -33,7 +33,7 @@ class Publisher:
     @cute.jit
     def publisher_warp(self, at, workspace, lane, events):
         """Finished tiles out; consumers never wait for a fence."""
-        parity, go = U32(0), I32(1)
+        parity, q, data_parity, go = U32(0), I32(0), U32(0), I32(1)
         while go != 0:
             ptx.mbarrier_wait(at["out_full"], parity)
             parity ^= 1
@@ -52,14 +52,27 @@ class Publisher:
                     if kind == U32(int(Kind.W1)):
                         self.publish_w1(at, workspace, lane, slot, tile, width)
                     else:
-                        self.publish_w2(at, workspace, lane, slot, tile, rows)
+                        ptx.mbarrier_wait(at["item_data"] + q * 8, data_parity)
+                        self.publish_w2(at, workspace, lane, slot, tile, rows, q)
                 else:
                     ptx.mbarrier_arrive(at["out_free"])
+                cute.arch.sync_warp()
+                if lane == 0:
+                    ptx.mbarrier_arrive(at["item_free"] + q * 8)
+                q, data_parity = sync.advance(q, data_parity, QUEUE_ENTRIES)
                 if cutlass.const_expr(self.spec.trace):
                     if lane == 0:
                         sync.mark_item(self.spec, at, events, ItemTrace.PUBLISHED)
         if lane == 0:
             sync.mark(self.spec, events, ComputeTrace.END)
+
+    @cute.jit
+    def row_origin(self, at, q, row, rows):
+        """The ``RowMeta`` of a row of the W2 item in queue entry ``q``; 0 beyond its rows."""
+        meta = U32(0)
+        if U32(row) < rows:
+            meta = ptx.shared_load(at["row_words"] + (q * self.max_width + row) * 4)
+        return meta
 
     @cute.jit
     def publish_w1(self, at, workspace, lane, slot, tile, width):
@@ -93,15 +106,14 @@ class Publisher:
         ptx.mbarrier_arrive(at["out_free"])
 
     @cute.jit
-    def publish_w2(self, at, workspace, lane, slot, tile, rows):
+    def publish_w2(self, at, workspace, lane, slot, tile, rows, q):
         """Rows of 256 columns to the source ranks, then their arrivals, then the ring slot."""
-        offsets, stride = self.shape.offsets, self.shape.block_rows
-        for first in cutlass.range_constexpr(0, self.max_width, 32):
+        offsets = self.shape.offsets
+        firsts = range(0, self.max_width, 32)
+        metas = [self.row_origin(at, q, lane + first, rows) for first in firsts]
+        for first, meta in zip(firsts, metas, strict=True):
             row = lane + first
             if U32(row) < rows:
-                meta = ptx.load_u32(
-                    workspace + offsets["ring_meta"] + (I64(slot) * stride + row) * 4
-                )
                 token, k_slot = RowMeta.TOKEN.get(meta), RowMeta.SLOT.get(meta)
                 target = self.peer(workspace, RowMeta.SRC.get(meta)) + offsets["combine"]
                 target += I64(token * self.shape.top_k + k_slot) * (self.shape.hidden * 2)
@@ -112,8 +124,8 @@ class Publisher:
         ptx.mbarrier_arrive(at["out_free"])
         cute.arch.sync_warp()
         sync.release(ARRIVALS)
-        for first in cutlass.range_constexpr(0, self.max_width, 32):
-            self.publish_arrivals(workspace, lane, slot, rows, first)
+        for first, meta in zip(firsts, metas, strict=True):
+            self.publish_arrivals(workspace, lane, rows, meta, first)
         cute.arch.sync_warp()
         if lane == 0:
             sync.publish(
@@ -121,9 +133,11 @@ class Publisher:
                 workspace + offsets["token_ring_empty"] + I64(slot) * 4,
                 U32(W2_COLUMNS // UNIT_COLUMNS),
             )
+        # Behind the publication, which it must not delay.
+        ptx.fence("proxy.async.shared::cta", "row words read")
 
     @cute.jit
-    def publish_arrivals(self, workspace, lane, slot, rows, first: cutlass.Constexpr):
+    def publish_arrivals(self, workspace, lane, rows, meta, first: cutlass.Constexpr):
         """Add 32 rows to the arrivals of their sources, one lane per source."""
         offsets, arrivals = self.shape.offsets, self.shape.arrivals
         if cutlass.const_expr(self.shape.num_ranks == 1):
@@ -138,9 +152,6 @@ class Publisher:
             row = lane + first
             src = U32(0xFFFF)
             if U32(row) < rows:
-                meta = ptx.load_u32(
-                    workspace + offsets["ring_meta"] + (I64(slot) * self.shape.block_rows + row) * 4
-                )
                 src = RowMeta.SRC.get(meta)
             same = ptx.match_any(src)
             earlier = same & ((U32(1) << U32(lane)) - 1)

@@ -59,16 +59,15 @@ class TokenSteps(ABC):
                     if (is_w1 | (recurs != U32(0))) & (ok != 0):
                         ok = self.await_block(workspace, slot, epoch, env)
                     if is_w1:
-                        self.load_weights_of_rows(at, workspace, q, slot, ok)
+                        self.load_row_words(at, workspace, "ring_weight", q, slot, ok)
                         if first != 0:
                             sync.mark(self.spec, events, ComputeTrace.FIRST_BLOCK)
                             first = I32(0)
                         sync.mark_item(self.spec, at, events, ItemTrace.FED)
                         s, parity = self.feed_w1(at, workspace, maps, s, parity, slot, width, ok)
                     else:
-                        ptx.mbarrier_arrive(at["item_data"] + q * 8)
                         s, parity, ok = self.feed_w2(
-                            at, workspace, s, parity, slot, width, epoch, ok, env, events
+                            at, workspace, q, s, parity, slot, width, epoch, ok, env, events
                         )
                 q, item_parity = sync.advance(q, item_parity, QUEUE_ENTRIES)
 
@@ -92,13 +91,14 @@ class TokenSteps(ABC):
         return ok
 
     @cute.jit
-    def load_weights_of_rows(self, at, workspace, q, slot, ok):
-        """The routing weights of the block to the queue entry, where the epilogue reads them."""
+    def load_row_words(self, at, workspace, region: cutlass.Constexpr, q, slot, ok):
+        """A word of each row of the block to the queue entry: routing weights for the epilogue of
+        W1, origins for the publisher of W2."""
         data, num_bytes = at["item_data"] + q * 8, self.max_width * 4
         if ok != 0:
-            source = workspace + self.shape.offsets["ring_weight"] + I64(slot) * num_bytes
+            source = workspace + self.shape.offsets[region] + I64(slot) * num_bytes
             ptx.mbarrier_expect(data, num_bytes)
-            ptx.bulk_load(at["weights"] + q * num_bytes, source, num_bytes, data)
+            ptx.bulk_load(at["row_words"] + q * num_bytes, source, num_bytes, data)
         else:
             ptx.shared_store(at["poisoned"], U32(1))
             ptx.mbarrier_arrive(data)
@@ -116,8 +116,9 @@ class TokenSteps(ABC):
         return s, parity
 
     @cute.jit
-    def feed_w2(self, at, workspace, s, parity, slot, width, epoch, ok, env, events):
-        """The units of a W2 item, each once its bits are flipped; also returns ok."""
+    def feed_w2(self, at, workspace, q, s, parity, slot, width, epoch, ok, env, events):
+        """The units of a W2 item, each once its bits are flipped; also returns ok. The origins of
+        the rows come behind the first wait: bits flip only once the block is full."""
         bitmap_cell = workspace + self.shape.offsets["w1_bitmap"] + I64(slot) * 8
         odd = U64(epoch & 1)
         flips = odd * U64(0xFFFF_FFFF_FFFF_FFFF)
@@ -129,9 +130,9 @@ class TokenSteps(ABC):
                 ok, bitmap = sync.await_bits(W1_DONE, bitmap_cell, bits, odd, slot, env)
                 sync.after_observe(W1_DONE)
                 seen = bitmap ^ flips
-            if cutlass.const_expr(self.spec.trace):
-                if k == 0:
-                    sync.mark_item(self.spec, at, events, ItemTrace.FED)
+            if k == 0:
+                self.load_row_words(at, workspace, "ring_meta", q, slot, ok)
+                sync.mark_item(self.spec, at, events, ItemTrace.FED)
             if ok != 0:
                 self.load_activations(at, workspace, s, slot, width, k)
             else:

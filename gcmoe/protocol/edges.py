@@ -152,7 +152,7 @@ FULL = Edge(
         Payload("ring_rows", "async", "async"),
         Payload("ring_scale", "generic", "async"),
         Payload("ring_weight", "generic", "async"),
-        Payload("ring_meta", "generic", "generic"),
+        Payload("ring_meta", "generic", "async"),
     ),
     meaning="one row of the block lies in its slot; full at (epoch + 1) * U",
 )
@@ -168,7 +168,7 @@ EMPTY = Edge(
         Payload("ring_rows", "async", "async"),
         Payload("ring_scale", "generic", "async"),
         Payload("ring_weight", "generic", "async"),
-        Payload("ring_meta", "generic", "generic"),
+        Payload("ring_meta", "generic", "async"),
         Payload("a_rows", "async", "async"),
         Payload("a_scale", "async", "async"),
     ),
@@ -184,7 +184,8 @@ W1_DONE = Edge(
     completion_wait=True,
     read_proxy_fence="async.global",
     payload=(Payload("a_rows", "async", "async"), Payload("a_scale", "async", "async")),
-    meaning="128 columns of the re-quantised W1 output of this slot are stored",
+    meaning="128 columns of the re-quantised W1 output of this slot are stored; the block was full "
+    "before, so what is loaded behind this may also be the origins of its rows",
 )
 ARRIVALS = Edge(
     name="combine_arrivals",

@@ -183,21 +183,23 @@ def run_w2(
     )
     if free_first:
         yield from free_slot(sim, launch, actor, slot, epoch)
+    origins = [(rank, "ring_meta", slot * pitch + n) for n in range(num_rows)]
     if sim.variant.add_before_scatter:
-        metas = [memory.load(actor, (rank, "ring_meta", slot * pitch + n)) for n in range(num_rows)]
+        metas = [memory.load_async(actor, cell) for cell in origins]
         yield from add_arrivals(sim, launch, actor, metas)
     codes, scales = [], []
     for window in range(sim.w1_tiles):
         if not (yield from wait_bits(sim, actor, slot, epoch, window, bases[0])):
             return None
         sim.check.read_activations(actor, block, window)
+        if window == 0:
+            yield "ring_meta"
+            metas = [memory.load_async(actor, cell) for cell in origins]
+            sim.check.read_slot(rank, slot, block)
         yield "a_rows"
         index = slot * sim.w1_tiles + window
         codes.append(memory.load_async(actor, (rank, "a_rows", index)))
         scales.append(memory.load_async(actor, (rank, "a_scale", index)))
-    yield "ring_meta"
-    metas = [memory.load(actor, (rank, "ring_meta", slot * pitch + n)) for n in range(num_rows)]
-    sim.check.read_slot(rank, slot, block)
     columns, base = sim.w2_columns(rank), rank * sim.config.local_experts
     for n, word in enumerate(metas):
         src, token, k = decode_meta(word)

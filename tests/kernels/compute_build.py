@@ -28,6 +28,8 @@ OPERATIONS: dict[str, set[str]] = {
     "compute_done write": {COMPUTE_DONE.write.ptx},
     "work_ticket": {TICKET.operation.ptx},
     "stage write": {"fence.proxy.async.shared::cta"},
+    # The publisher has read the origins of rows; a bulk load fills their queue entry again.
+    "row words read": {"fence.proxy.async.shared::cta"},
 }
 PUBLICATION: tuple[Mark, ...] = (
     ("w1_bitmap write", COMPLETION),

@@ -31,6 +31,10 @@ pytestmark = [
 COMPUTE_FENCES = {
     "tile to the publisher": (r"fence\.proxy\.async\.shared::cta; // gcmoe stage write", 0),
     "ring block": (r"fence\.proxy\.async\.global; // gcmoe token_ring_full read", 0),
+    "origins of the next item": (
+        r"fence\.proxy\.async\.shared::cta; // gcmoe row words read",
+        0,
+    ),
     "block of a": (r"fence\.proxy\.async\.global; // gcmoe w1_bitmap read", 0),
     "epilogue behind its wait": (r"tcgen05\.fence::after_thread_sync;", 1),
     "MMAs behind their waits": (r"tcgen05\.fence::after_thread_sync;", 2),
@@ -75,8 +79,8 @@ def compile_without(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., N
     layers.compiled.cache_clear()
 
 
-def make_rank(max_tokens: int) -> tuple[layers.Rank, layers.Batch]:
-    cfg = MoEConfig(hidden=256, intermediate=128, num_experts=3, top_k=2, max_tokens=max_tokens)
+def make_rank(max_tokens: int, hidden: int = 256) -> tuple[layers.Rank, layers.Batch]:
+    cfg = MoEConfig(hidden, intermediate=128, num_experts=3, top_k=2, max_tokens=max_tokens)
     plan = make_plan(cfg, 1, 148, dispatch_sms=16, family="sm100")
     experts = layers.random_experts(cfg, 1)
     rank = layers.Rank(Machine(3, ordered=True), plan, 0, experts, "sm_103a")
@@ -84,10 +88,12 @@ def make_rank(max_tokens: int) -> tuple[layers.Rank, layers.Batch]:
 
 
 def run_compute() -> None:
-    rank, batch = make_rank(20)
-    codes, exponents = quantize_input(batch.x, "sm100")
-    layers.fill_ring(rank, batch, codes, exponents)
-    rank.machine.run(rank.launch(Role.COMPUTE, 2))
+    """Two CTAs; and one alone, whose queue entries of W2 items are filled again."""
+    for hidden, ctas in ((256, 2), (512, 1)):
+        rank, batch = make_rank(20, hidden)
+        codes, exponents = quantize_input(batch.x, "sm100")
+        layers.fill_ring(rank, batch, codes, exponents)
+        rank.machine.run(rank.launch(Role.COMPUTE, ctas))
 
 
 def run_layer(max_tokens: int = 150) -> None:
