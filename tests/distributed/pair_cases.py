@@ -209,7 +209,7 @@ GROUPS: dict[str, Group] = {
         90.0,
         on_gpu=False,
     ),
-    "selftest-hang": Group(("hangs",), 15.0, on_gpu=False),
+    "selftest-hang": Group(("hangs",), 25.0, on_gpu=False),
 }
 GPU_SCENARIOS = [
     (group, name) for group, what in GROUPS.items() if what.on_gpu for name in what.scenarios
