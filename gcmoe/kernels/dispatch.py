@@ -95,7 +95,7 @@ class DispatchKernel:
     =====  ==========================================================================  ==========
     start  loads of ids, weights and x are issued; thread 0 reads bases and abort      1
     route  every CTA finds every entry's rank and position, stores its own share       2 a round
-    stage  half-warps quantise 128-column windows into ``staged_x``
+    stage  eight lanes quantise a 128-column window into ``staged_x``
     send   warp 0 releases and stores this CTA's header words at all ranks             1
     await  a lane per header word of every source                                      2
     count  every CTA counts the rows of each expert                                    1
@@ -221,7 +221,7 @@ class DispatchKernel:
         self.record_start(s)
         # Everything that does not depend on the generation is loaded first.
         low, high, weight = self.sending.load_route(s, s["tid"])
-        windows = self.sending.load_windows(s, U32(0))
+        windows = self.sending.load_windows(s)
         self.prepare_shared(s)
         cute.arch.sync_threads()
         if ptx.shared_load(word_at(s, 4 * Word.ABORT)) == U32(0):
@@ -277,7 +277,7 @@ class DispatchKernel:
     # ----------------------------------------------------------------------- the replay
 
     @cute.jit
-    def replay(self, s: dict, low: Any, high: Any, weight: Any, windows: tuple):
+    def replay(self, s: dict, low: Any, high: Any, weight: Any, windows: Any):
         """All steps behind the abort check. Every branch around a barrier is the CTA's."""
         generation = ptx.shared_load(word_at(s, 4 * Word.GENERATION))
         env = self.wait_env(s, generation)

@@ -27,19 +27,12 @@ from gcmoe.protocol.ring import WINDOW_COLUMNS
 
 U32, U64, I32, I64 = cutlass.Uint32, cutlass.Uint64, cutlass.Int32, cutlass.Int64
 
-HALF_WARPS = THREADS // 16
-LOADS_IN_FLIGHT = 4
+LANE_COLUMNS = 16
+LANE_WORDS = LANE_COLUMNS // 2
+WINDOW_LANES = WINDOW_COLUMNS // LANE_COLUMNS
+WARP_WINDOWS = WARP // WINDOW_LANES
+LOADS_IN_FLIGHT = 2
 NOT_FINITE = 0x7F80
-
-
-@cute.jit
-def load_window(x: Any, group: Any, lane: Any, num_groups: Any):
-    """A lane's 8 of the 128 columns of window ``group``, as four words; zero beyond the end."""
-    a, b, c, d = U32(0), U32(0), U32(0), U32(0)
-    if group < num_groups:
-        address = x + I64(group) * (2 * WINDOW_COLUMNS) + I64(lane) * 16
-        a, b, c, d = ptx.load_u32x4(address)
-    return a, b, c, d
 
 
 def finite_bits(half: Any) -> Any:
@@ -75,32 +68,45 @@ def mark_special(codes: Any, magnitudes: list[Any]) -> Any:
 
 
 @cute.jit
-def quantise(a: Any, b: Any, c: Any, d: Any, lanes: cutlass.Constexpr = 16):
-    """Codes of a lane's 8 columns as two words, and the scale byte of ``lanes`` lanes' columns."""
+def quantise(words: tuple, lanes: cutlass.Constexpr):
+    """Codes of a lane's columns, four in a word, and the scale byte of ``lanes`` lanes' columns.
+
+    Args:
+        words: pairs of BF16 values.
+    """
     mask = U32(0x7FFF_7FFF)
-    pairs = ptx.umax_u16x2(ptx.umax_u16x2(a & mask, b & mask), ptx.umax_u16x2(c & mask, d & mask))
+    pairs = words[0] & mask
+    for i in cutlass.range_constexpr(1, len(words)):
+        pairs = ptx.umax_u16x2(pairs, words[i] & mask)
     amax = ptx.umax(pairs & U32(0xFFFF), pairs >> 16)
     has_special = amax >= U32(NOT_FINITE)
     if has_special:
         amax = U32(0)
-        for half in halves((a, b, c, d)):
+        for half in halves(words):
             amax = ptx.umax(amax, finite_bits(half))
     for i in cutlass.range_constexpr(lanes.bit_length() - 1):
         amax = ptx.umax(amax, cute.arch.shuffle_sync_bfly(amax, (lanes // 2) >> i))
     # ceil(log2(amax / 448)) from the bits: 448 = 1.75 * 2^8, and 9 keeps 2^-e a normal number.
     t = ptx.umax(((amax << 16) + U32(0x1F_FFFF)) >> 23, U32(9))
     inverse = ptx.float_of((U32(262) - t) << 23)
-    first = four_codes(a, b, inverse)
-    second = four_codes(c, d, inverse)
+    codes = cute.make_rmem_tensor(cute.make_layout(len(words) // 2), U32)
+    for i in cutlass.range_constexpr(len(words) // 2):
+        codes[i] = four_codes(words[2 * i], words[2 * i + 1], inverse)
     if has_special:
-        magnitudes = halves((a, b, c, d))
-        first = mark_special(first, magnitudes[:4])
-        second = mark_special(second, magnitudes[4:])
-    return first, second, t - U32(8)
+        magnitudes = halves(words)
+        for i in cutlass.range_constexpr(len(words) // 2):
+            codes[i] = mark_special(codes[i], magnitudes[4 * i : 4 * i + 4])
+    return codes, t - U32(8)
 
 
 class SendSteps:
-    """Steps route, stage and send of :class:`gcmoe.kernels.dispatch.DispatchKernel`."""
+    """Steps route, stage and send of :class:`gcmoe.kernels.dispatch.DispatchKernel`.
+
+    An architecture says which columns of a window a lane quantises, so that its codes are 16
+    consecutive bytes of the staged row, and how many lanes share a scale.
+    """
+
+    scale_lanes = WINDOW_LANES
 
     def __init__(self, spec: KernelSpec, shared_map: SharedMap) -> None:
         self.spec = spec
@@ -199,56 +205,72 @@ class SendSteps:
 
     # ----------------------------------------------------------------------- stage
 
-    def window_of(self, s: dict[str, Any], turn: Any, half_warp: Any) -> Any:
-        """The window that a half-warp quantises in its ``turn``; consecutive ones in different
-        CTAs, so that few tokens spread over all SMs."""
+    def window_of(self, s: dict[str, Any], turn: Any, place: Any) -> Any:
+        """The window that the lanes of ``place`` quantise in their ``turn``; consecutive ones in
+        different CTAs, so that few tokens spread over all SMs."""
         ctas = self.spec.dispatch_ctas
-        return (U32(turn) * HALF_WARPS + half_warp) * ctas + s["cta"]
+        return (U32(turn) * (WARPS * WARP_WINDOWS) + place) * ctas + s["cta"]
+
+    def load_columns(self, window: Any, lane: Any) -> list[Any]:
+        """A lane's columns of the window at address ``window``: lane 2i + q has columns
+        32t + 8i + 4q + b, which lie at 32i + 16q + 4t + b of the staged window."""
+        words = []
+        for t in range(WINDOW_COLUMNS // 32):
+            pair = ptx.load_u64(window + I64(lane) * 8 + 64 * t)
+            words += [U32(pair), U32(pair >> U64(32))]
+        return words
 
     @cute.jit
-    def load_windows(self, s: dict, turn: Any):
-        """Loads for the next four turns, all in flight together."""
-        half_warp, lane = s["tid"] >> 4, s["tid"] & U32(15)
-        loads = []
+    def load_window(self, s: dict, windows: cute.Tensor, turn: Any, u: cutlass.Constexpr):
+        """Begin to load this lane's part of a window; zero beyond the last one."""
+        for i in cutlass.range_constexpr(LANE_WORDS):
+            windows[i, u] = U32(0)
+        group = self.window_of(s, turn, s["tid"] // U32(WINDOW_LANES))
+        if group < s["num_windows"]:
+            window = s["x"] + I64(group) * (2 * WINDOW_COLUMNS)
+            words = self.load_columns(window, s["tid"] & U32(WINDOW_LANES - 1))
+            for i in cutlass.range_constexpr(LANE_WORDS):
+                windows[i, u] = words[i]
+
+    @cute.jit
+    def load_windows(self, s: dict):
+        """Loads for the first turns, all in flight together."""
+        windows = cute.make_rmem_tensor(cute.make_layout((LANE_WORDS, LOADS_IN_FLIGHT)), U32)
         for u in cutlass.range_constexpr(LOADS_IN_FLIGHT):
-            group = self.window_of(s, turn + U32(u), half_warp)
-            loads.append(load_window(s["x"], group, lane, s["num_windows"]))
-        return tuple(loads)
+            self.load_window(s, windows, U32(u), u)
+        return windows
 
     @cute.jit
-    def stage(self, s: dict, windows: tuple):
-        """Quantise all windows of this CTA; the first four per half-warp are loaded already."""
-        self.stage_windows(s, U32(0), windows)
-        turn = U32(LOADS_IN_FLIGHT)
+    def stage(self, s: dict, windows: cute.Tensor):
+        """Quantise all windows of this CTA; the first ones are loaded already, and each place in
+        ``windows`` is loaded again once it is quantised."""
+        turn = U32(0)
         while self.window_of(s, turn, U32(0)) < s["num_windows"]:
-            self.stage_windows(s, turn, self.load_windows(s, turn))
+            for u in cutlass.range_constexpr(LOADS_IN_FLIGHT):
+                self.stage_window(s, turn + U32(u), windows, u)
+                self.load_window(s, windows, turn + U32(LOADS_IN_FLIGHT + u), u)
             turn += U32(LOADS_IN_FLIGHT)
 
     @cute.jit
-    def stage_windows(self, s: dict, turn: Any, windows: tuple):
-        for u in cutlass.range_constexpr(LOADS_IN_FLIGHT):
-            a, b, c, d = windows[u]
-            self.stage_window(s, turn + U32(u), a, b, c, d)
-
-    @cute.jit
-    def stage_window(self, s: dict, turn: Any, a: Any, b: Any, c: Any, d: Any):
-        """Quantise one window of each half-warp. Lane 4t + i holds columns 32t + 8i + 4q + b, which
-        lie at 32i + 16q + 4t + b of the staged window."""
+    def stage_window(self, s: dict, turn: Any, windows: cute.Tensor, u: cutlass.Constexpr):
+        """Quantise a window of each eight lanes."""
         shape = self.spec.shape
         # The condition is the warp's: all 32 lanes take part in the shuffles.
-        if self.window_of(s, turn, s["warp"] * 2) < s["num_windows"]:
-            first, second, scale = quantise(a, b, c, d)
-            group = self.window_of(s, turn, s["tid"] >> 4)
+        if self.window_of(s, turn, s["warp"] * WARP_WINDOWS) < s["num_windows"]:
+            words = tuple(windows[i, u] for i in range(LANE_WORDS))
+            codes, scale = quantise(words, self.scale_lanes)
+            group = self.window_of(s, turn, s["tid"] // U32(WINDOW_LANES))
             if group < s["num_windows"]:
                 token = group // U32(shape.num_windows)
                 window = group - token * shape.num_windows
-                lane = s["tid"] & U32(15)
+                lane = s["tid"] & U32(WINDOW_LANES - 1)
                 row = at(s["workspace"], shape.offsets["staged_x"], token, shape.row_stride)
-                place = window * WINDOW_COLUMNS + (lane & U32(3)) * 32 + (lane >> 2) * 4
-                ptx.store_u32(row + I64(place), first)
-                ptx.store_u32(row + I64(place + U32(16)), second)
-                if lane == 0:
-                    ptx.store_u8(row + I64(window + U32(shape.hidden)), scale)
+                place = I64(window * WINDOW_COLUMNS + lane * LANE_COLUMNS)
+                ptx.store_u32x4(row + place, codes[0], codes[1], codes[2], codes[3])
+                if (lane & U32(self.scale_lanes - 1)) == U32(0):
+                    scales = WINDOW_LANES // self.scale_lanes
+                    index = window * scales + lane // U32(self.scale_lanes)
+                    ptx.store_u8(row + I64(index + U32(shape.hidden)), scale)
 
     # ----------------------------------------------------------------------- headers
 

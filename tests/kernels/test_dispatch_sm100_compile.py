@@ -98,7 +98,7 @@ def test_finalize_has_the_operations_of_the_table() -> None:
 def test_the_methods_of_the_format_replace_those_of_hopper() -> None:
     """A base method that is renamed would leave its successor unused."""
     pairs = (
-        (SendStepsSm100, SendSteps, "stage_window"),
+        (SendStepsSm100, SendSteps, "load_columns"),
         (DispatchKernelSm100, DispatchKernel, "weight_row"),
         (DispatchKernelSm100, DispatchKernel, "window_scale"),
     )
@@ -108,17 +108,17 @@ def test_the_methods_of_the_format_replace_those_of_hopper() -> None:
 
 
 def test_rows_are_staged_in_column_order_with_a_scale_per_32() -> None:
-    """Eight codes a lane by one store; a byte of scale for every fourth lane, not for one of 16."""
+    """16 codes a lane by one store; a byte of scale for every second lane, not for one of eight."""
     ptx, _ = compiled("flash-ep8", Role.DISPATCH, "sm_103a")
     hopper = make_plan(*LAYERS["flash-ep8"])
     other, _ = compile_kernel(
         DispatchKernel(kernel_spec(hopper, Role.DISPATCH, "sm_90a")), "sm_90a"
     )
-    # Four windows of a half-warp under way, in the first turn and in the loop.
-    assert len(re.findall(r"st\.global\.u8", ptx)) == len(re.findall(r"st\.global\.u8", other)) == 8
-    # Amax over 4 lanes takes two exchanges a window, over 16 lanes four.
+    # Two windows of eight lanes under way.
+    assert len(re.findall(r"st\.global\.u8", ptx)) == len(re.findall(r"st\.global\.u8", other)) == 2
+    # Amax over 2 lanes takes an exchange a window, over 8 lanes three.
     found, wanted = (len(re.findall(r"shfl\.sync\.bfly", text)) for text in (ptx, other))
-    assert wanted - found == 8 * 2
+    assert wanted - found == 2 * 2
 
 
 def test_scale_words_go_into_atoms_as_they_are() -> None:
