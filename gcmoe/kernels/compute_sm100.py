@@ -84,7 +84,8 @@ class ComputeKernelSm100(SchedulerSteps):
         self.spec, self.shape, self.tiles = spec, shape, tiles
         self.w1_tiles = shape.intermediate // layout.WINDOW
         self.w2_tiles = shape.hidden // layout.TILE_ROWS
-        self.order = WorkOrder(shape.num_slots, self.w1_tiles, self.w2_tiles)
+        groups = shape.arrivals.groups
+        self.order = WorkOrder(shape.num_slots, self.w1_tiles, self.w2_tiles, groups)
         self.memory = layout.TensorMemory(tiles.max_width, tiles.stages, tiles.accumulators)
         self.weights = WeightFeed(spec)
         self.tokens = TokenFeed(spec)

@@ -80,7 +80,8 @@ class ComputeKernel(SchedulerSteps):
         self.w1_tiles = shape.intermediate // 128
         self.w2_tiles = shape.hidden // TILE_ROWS
         self.guessed_units = min(self.stages, self.w1_units) if spec.prefetch else 0
-        self.order = WorkOrder(shape.num_slots, self.w1_tiles, self.w2_tiles)
+        groups = shape.arrivals.groups
+        self.order = WorkOrder(shape.num_slots, self.w1_tiles, self.w2_tiles, groups)
         self.feed = TokenFeed(spec)
         self.output = TileOutput(spec)
         self.publisher = Publisher(spec, self.max_width * 4, STAGE_STRIDE)

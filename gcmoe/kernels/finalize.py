@@ -26,20 +26,19 @@ WARP = 32
 THREADS = 512
 CHUNK_COLUMNS = 8
 SLOTS_IN_FLIGHT = 8
+FEW_TOKENS = 16
 NAN_PAIR = 0x7FFF_7FFF
 
 
 class Word(IntEnum):
-    """Words of shared memory; thread 0 writes all but the count and the early look."""
+    """Words of shared memory. Thread 0 writes them, but all warps count, and who waits may fail."""
 
     VALID = 0
-    ABORT = 1
+    FAILED = 1
     GENERATION = 2
     EPOCH_BASE = 3
     SLOT_BASE = 4
     ARRIVALS_BASE = 5
-    ARRIVED = 6
-    EARLY = 7
 
 
 @cute.jit
@@ -70,18 +69,21 @@ class FinalizeKernel:
     """Any number of CTAs of 512 threads.
 
     1. Thread 0 reads bases and abort while all threads count the valid ids. Barriers.
-    2. Thread 0 waits until that many rows have arrived. Barrier.
-    3. Every thread sums its share of (token, 8 columns): FP32, ascending slots, one rounding to
-       BF16. After a failed wait, or with abort set, the share is NaN.
-    4. Barrier; thread 0 counts its CTA as done, also a poisoned one. The last CTA of the grid waits
+    2. Pass by pass, one for each group of columns:
+       a lane waits until that many rows have arrived in the group. Barrier. Every thread sums its
+       share of (token, 8 columns): FP32, ascending slots, one rounding to BF16. After a failed
+       wait, or with abort set, the share is NaN.
+    3. Barrier; thread 0 counts its CTA as done, also a poisoned one. The last CTA of the grid waits
        until no CTA of compute takes tickets, and for the end of the compute node that it hangs on,
        and advances the bases, unless abort is set.
 
-    It may start while compute runs, on the SMs that compute has left.
+    It may start while compute runs, on the SMs that compute has left: compute ends the groups one
+    after the other, so the last one alone is summed behind it. Few tokens have W2 items for less
+    than a round of the CTAs; all groups end together then, and one pass takes them all.
 
     Timeline::
 
-        bases, ids | count | wait ------ arrivals | combine rows (one latency) | y | done | advance
+        bases, ids | count | wait, sum ... | wait -- arrivals | combine rows | y | done | advance
 
     The ids of a thread's first share are read before the wait, so that only the combine rows lie
     behind it.
@@ -93,6 +95,7 @@ class FinalizeKernel:
         self.spec = spec
         self.smem_bytes = 128
         self.chunks = spec.shape.hidden // CHUNK_COLUMNS
+        self.arrivals = spec.shape.arrivals
         self.kernel.set_name_prefix(
             spec.symbol.removesuffix("_0"), remove_cutlass_symbol=True, keep_mangled_name=False
         )
@@ -162,7 +165,6 @@ class FinalizeKernel:
             "rank": U32(rank),
             "budget_ns": spin_budget_ns,
             "num_ids": U32(num_tokens) * self.spec.shape.top_k,
-            "num_chunks": U32(num_tokens) * self.chunks,
             "ids_are_int64": ids_are_int64,
             "compute_ctas": U32(compute_ctas),
             "smem": memory.toint(),
@@ -170,6 +172,10 @@ class FinalizeKernel:
             "cta": U32(cta),
             "ctas": U32(ctas),
         }
+        s["row_chunks"] = U32(self.chunks // self.arrivals.groups)
+        if num_tokens <= FEW_TOKENS:
+            s["row_chunks"] = U32(self.chunks)
+        s["num_chunks"] = U32(num_tokens) * s["row_chunks"]
         sync.jitter(self.spec, tid, cta)
         if cutlass.const_expr(self.spec.trace):
             if tid == 0:
@@ -178,8 +184,7 @@ class FinalizeKernel:
         sync.stamp(self.spec, s, Trace.START)
         if tid == 0:
             self.read_bases(s)
-        if tid == WARP:
-            self.look_early(s)
+        early = self.look_early(s)
         count = self.count_valid(s)
         share = self.first_share(s)
         slots = self.valid_slots(s, share)
@@ -188,14 +193,17 @@ class FinalizeKernel:
         if lane == 0:
             ptx.shared_add(self.word(s, Word.VALID), count)
         cute.arch.sync_threads()
-        if tid == 0:
-            self.await_arrivals(s)
-        cute.arch.sync_threads()
-        sync.stamp(self.spec, s, Trace.ARRIVED)
-        if ptx.shared_load(self.word(s, Word.ARRIVED)) != U32(0):
-            self.write_sums(s, share, slots)
-        else:
-            self.write_nan(s, share)
+        first = U32(0)
+        while first < U32(self.chunks):
+            self.await_arrivals(s, first, early)
+            cute.arch.sync_threads()
+            sync.stamp(self.spec, s, Trace.ARRIVED)
+            # A later pass that fails may show here early: NaN is right then too.
+            if ptx.shared_load(self.word(s, Word.FAILED)) == U32(0):
+                self.write_sums(s, first, share, slots)
+            else:
+                self.write_nan(s, first, share)
+            first += s["row_chunks"]
         cute.arch.sync_threads()
         if tid == 0:
             self.finish(s)
@@ -219,17 +227,28 @@ class FinalizeKernel:
         generation, epoch_base, slot_base, arrivals_base = ptx.load_u32x4(bases)
         abort = sync.read_abort(self.wait_env(s, U32(0)))
         ptx.shared_store(self.word(s, Word.VALID), U32(0))
-        ptx.shared_store(self.word(s, Word.ABORT), abort)
+        ptx.shared_store(self.word(s, Word.FAILED), abort)
         ptx.shared_store(self.word(s, Word.GENERATION), generation)
         ptx.shared_store(self.word(s, Word.EPOCH_BASE), epoch_base)
         ptx.shared_store(self.word(s, Word.SLOT_BASE), slot_base)
         ptx.shared_store(self.word(s, Word.ARRIVALS_BASE), arrivals_base)
 
+    def waits_for(self, s: dict[str, Any]) -> tuple[Any, Any, Any]:
+        """(whether this thread is one that waits, the group of columns, its cell): the first lane
+        of each warp behind the first."""
+        group = s["tid"] // U32(WARP) - U32(1)
+        is_waiter = (s["tid"] % U32(WARP) == 0) & (group < U32(self.arrivals.groups))
+        cell = s["workspace"] + self.spec.shape.offsets["combine_arrivals"] + I64(group) * 4
+        return is_waiter, group, cell
+
     @cute.jit
     def look_early(self, s: dict):
         """One look at the arrivals while the ids are counted: often all have come already."""
-        cell = s["workspace"] + self.spec.shape.offsets["combine_arrivals"]
-        ptx.shared_store(self.word(s, Word.EARLY), sync.observe(ARRIVALS, cell))
+        is_waiter, _, cell = self.waits_for(s)
+        early = U32(0)
+        if is_waiter:
+            early = sync.observe(ARRIVALS, cell)
+        return early
 
     @cute.jit
     def count_valid(self, s: dict):
@@ -257,7 +276,7 @@ class FinalizeKernel:
         top_k = self.spec.shape.top_k
         slots = U32(0)
         if chunk < s["num_chunks"]:
-            first = chunk // U32(self.chunks) * U32(top_k)
+            first = chunk // s["row_chunks"] * U32(top_k)
             for start in cutlass.range_constexpr(0, top_k, SLOTS_IN_FLIGHT):
                 end = min(start + SLOTS_IN_FLIGHT, top_k)
                 ids = [
@@ -271,55 +290,55 @@ class FinalizeKernel:
         return slots
 
     @cute.jit
-    def await_arrivals(self, s: dict):
-        """Thread 0 waits for one contribution of every valid slot; with abort set for nothing."""
-        shape = self.spec.shape
-        ok = I32(0)
-        if ptx.shared_load(self.word(s, Word.ABORT)) == U32(0):
-            generation = ptx.shared_load(self.word(s, Word.GENERATION))
+    def await_arrivals(self, s: dict, first: Any, early: Any):
+        """Wait for one contribution of every valid slot to the groups of a pass, a thread for each;
+        with abort set for nothing."""
+        is_waiter, group, cell = self.waits_for(s)
+        # Columns of this group less those before the pass, as chunks: negative ones are large.
+        ahead = group * (self.chunks // self.arrivals.groups) - first
+        if is_waiter & (ahead < s["row_chunks"]):
             target = self.arrivals_target(s)
-            if is_reached(ptx.shared_load(self.word(s, Word.EARLY)), target):
-                ok = I32(1)
-            else:
-                ok = sync.await_reached(
-                    ARRIVALS,
-                    s["workspace"] + shape.offsets["combine_arrivals"],
-                    target,
-                    U32(0),
-                    U32(NO_PEER),
-                    self.wait_env(s, generation),
-                )
-        ptx.shared_store(self.word(s, Word.ARRIVED), U32(ok))
+            has_failed = ptx.shared_load(self.word(s, Word.FAILED)) != U32(0)
+            if (not has_failed) & (not is_reached(early, target)):
+                generation = ptx.shared_load(self.word(s, Word.GENERATION))
+                env = self.wait_env(s, generation)
+                ok = sync.await_reached(ARRIVALS, cell, target, group, U32(NO_PEER), env)
+                if ok == 0:
+                    ptx.shared_store(self.word(s, Word.FAILED), U32(1))
 
     def arrivals_target(self, s: dict[str, Any]) -> Any:
         base = ptx.shared_load(self.word(s, Word.ARRIVALS_BASE))
         valid = ptx.shared_load(self.word(s, Word.VALID))
-        return self.spec.shape.arrivals.target(base, valid)
+        return self.arrivals.target(base, valid)
 
     # ----------------------------------------------------------------------- after the wait
 
-    @cute.jit
-    def write_sums(self, s: dict, share: Any, slots: Any):
-        chunk = share
-        while chunk < s["num_chunks"]:
-            slots = self.write_sum(s, chunk, slots)
-            chunk += s["ctas"] * THREADS
+    def place(self, s: dict[str, Any], first: Any, chunk: Any) -> tuple[Any, Any]:
+        """(token, byte offset in its row) of a chunk of the pass whose first chunk of a row is
+        ``first``."""
+        token = chunk // s["row_chunks"]
+        column = first + chunk - token * s["row_chunks"]
+        return token, I64(column) * (2 * CHUNK_COLUMNS)
 
     @cute.jit
-    def write_sum(self, s: dict, chunk: Any, slots: Any):
+    def write_sums(self, s: dict, first: Any, share: Any, slots: Any):
+        chunk = share
+        while chunk < s["num_chunks"]:
+            self.write_sum(s, first, chunk, slots)
+            chunk += s["ctas"] * THREADS
+            slots = self.valid_slots(s, chunk)
+
+    @cute.jit
+    def write_sum(self, s: dict, first: Any, chunk: Any, slots: Any):
         """Sum 8 columns of a token. An unused slot adds +0, which changes no sum that began at +0;
-        its memory is not read. Returns the slots of the thread's next chunk, whose ids are loaded
-        while the combine rows are under way."""
+        its memory is not read."""
         shape = self.spec.shape
         top_k = shape.top_k
-        token = chunk // U32(self.chunks)
-        offset = I64(chunk - token * self.chunks) * (2 * CHUNK_COLUMNS)
+        token, offset = self.place(s, first, chunk)
         row = at(s["workspace"], shape.offsets["combine"], token * top_k, 2 * shape.hidden) + offset
         sums = tuple(cutlass.Float32(0.0) for _ in range(CHUNK_COLUMNS))
-        next_chunk = chunk + s["ctas"] * THREADS
         if cutlass.const_expr(top_k <= SLOTS_IN_FLIGHT):
             rows = load_slots(row, slots, 2 * shape.hidden, top_k)
-            next_slots = self.valid_slots(s, next_chunk)
             sums = add_slots(sums, rows)
         else:
             # A loop, because unrolled it would load all slots at once and run out of registers.
@@ -328,18 +347,17 @@ class FinalizeKernel:
                 sums = add_slots(sums, rows)
                 row += I64(SLOTS_IN_FLIGHT * 2 * shape.hidden)
                 slots = slots >> SLOTS_IN_FLIGHT
-            next_slots = self.valid_slots(s, next_chunk)
         pairs = [ptx.bf16x2(sums[2 * i + 1], sums[2 * i]) for i in range(CHUNK_COLUMNS // 2)]
-        ptx.store_u32x4(at(s["y"], 0, chunk, 2 * CHUNK_COLUMNS), *pairs)
-        return next_slots
+        ptx.store_u32x4(at(s["y"], 0, token, 2 * shape.hidden) + offset, *pairs)
 
     @cute.jit
-    def write_nan(self, s: dict, share: Any):
+    def write_nan(self, s: dict, first: Any, share: Any):
         """This CTA's share of y is not known."""
         chunk = share
         while chunk < s["num_chunks"]:
+            token, offset = self.place(s, first, chunk)
             pairs = [U32(NAN_PAIR)] * (CHUNK_COLUMNS // 2)
-            ptx.store_u32x4(at(s["y"], 0, chunk, 2 * CHUNK_COLUMNS), *pairs)
+            ptx.store_u32x4(at(s["y"], 0, token, 2 * self.spec.shape.hidden) + offset, *pairs)
             chunk += s["ctas"] * THREADS
 
     @cute.jit
@@ -352,7 +370,7 @@ class FinalizeKernel:
         if sync.atomic(DONE, workspace + offsets["finalize_done"], last) == last:
             generation = ptx.shared_load(self.word(s, Word.GENERATION))
             ok = I32(0)
-            if ptx.shared_load(self.word(s, Word.ARRIVED)) != U32(0):
+            if ptx.shared_load(self.word(s, Word.FAILED)) == U32(0):
                 ok = sync.await_reached(
                     COMPUTE_DONE,
                     workspace + offsets["compute_done"],

@@ -125,7 +125,7 @@ class Publisher:
         cute.arch.sync_warp()
         sync.release(ARRIVALS)
         for first, meta in zip(firsts, metas, strict=True):
-            self.publish_arrivals(workspace, lane, rows, meta, first)
+            self.publish_arrivals(workspace, lane, tile, rows, meta, first)
         cute.arch.sync_warp()
         if lane == 0:
             sync.publish(
@@ -137,15 +137,17 @@ class Publisher:
         ptx.fence("proxy.async.shared::cta", "row words read")
 
     @cute.jit
-    def publish_arrivals(self, workspace, lane, rows, meta, first: cutlass.Constexpr):
+    def publish_arrivals(self, workspace, lane, tile, rows, meta, first: cutlass.Constexpr):
         """Add 32 rows to the arrivals of their sources, one lane per source."""
-        offsets, arrivals = self.shape.offsets, self.shape.arrivals
+        arrivals = self.shape.arrivals
+        group = U32(tile) // U32(arrivals.columns // W2_COLUMNS)
+        cell = self.shape.offsets["combine_arrivals"] + I64(group) * 4
         if cutlass.const_expr(self.shape.num_ranks == 1):
             if cutlass.const_expr(first == 0):
                 if lane == 0:
                     sync.publish(
                         ARRIVALS,
-                        workspace + offsets["combine_arrivals"],
+                        workspace + cell,
                         arrivals.increment(rows, W2_COLUMNS),
                     )
         else:
@@ -158,7 +160,7 @@ class Publisher:
             if (U32(row) < rows) & (earlier == U32(0)):
                 sync.publish(
                     ARRIVALS,
-                    self.peer(workspace, src) + offsets["combine_arrivals"],
+                    self.peer(workspace, src) + cell,
                     arrivals.increment(ptx.popcount(same), W2_COLUMNS),
                 )
 

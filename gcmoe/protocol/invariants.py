@@ -93,9 +93,10 @@ INVARIANTS: tuple[Invariant, ...] = (
     ),
     Invariant(
         "arrivals_complete",
-        "finalize sums a token only when all its valid slots hold rows of this replay.",
-        "arrivals are awaited to base + valid * (H/64), each source adds rows * columns/64 behind "
-        "a system-wide fence, and ids outside [0, E) are masked in binning, target and sum alike",
+        "finalize sums columns of a token only when all its valid slots hold those of this replay.",
+        "the arrivals of each group of G columns are awaited to base + valid * (G/64), a source "
+        "adds rows * columns/64 to the group of its tile behind a system-wide fence, and ids "
+        "outside [0, E) are masked in binning, target and sum alike",
     ),
     Invariant(
         "single_copies",

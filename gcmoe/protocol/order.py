@@ -6,6 +6,9 @@ segment by segment, W1 of segment s followed by W2 of segment s - 1 (a lag of on
 segment ends the order. Blocks of two consecutive segments are alive at a time, and they fit the
 ring, so every item waits for earlier items only and a single CTA that takes items in ticket order
 makes progress. When all blocks fit, the order is all of W1, then all of W2.
+
+W2 items that follow each other without W1 between them go by groups of columns: the first group of
+all their blocks, then the second. So most columns of y can be summed before the last items end.
 """
 
 from __future__ import annotations
@@ -17,6 +20,12 @@ from gcmoe.protocol.ring import is_less, smaller
 
 W1_COLUMNS = 128
 W2_COLUMNS = 256
+MAX_GROUPS = 4
+
+
+def column_groups(hidden: int) -> int:
+    """Groups that the columns of W2 are cut into, each of equally many whole tiles."""
+    return next(n for n in range(MAX_GROUPS, 0, -1) if n == 1 or hidden % (n * W2_COLUMNS) == 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,13 +45,17 @@ class WorkOrder:
         num_slots: S of the ring.
         w1_tiles: W1 items of one block, I / 128.
         w2_tiles: W2 items of one block, H / 256.
+        groups: column groups, a divisor of ``w2_tiles``.
     """
 
     num_slots: int
     w1_tiles: int
     w2_tiles: int
+    groups: int
 
     def __post_init__(self) -> None:
+        if self.w2_tiles % self.groups:
+            raise ValueError(f"groups = {self.groups}: must divide the {self.w2_tiles} W2 tiles")
         if self.num_slots < 2:
             raise ValueError(f"num_slots = {self.num_slots}: two segments need at least 2 slots")
 
@@ -71,7 +84,8 @@ class WorkOrder:
         u = (ticket - first) * later
         step = g * (self.w1_tiles + self.w2_tiles)
         last = (num_blocks - 1) // g
-        q = smaller(u // step, (last - 1) * is_less(last * 0, last))
+        last_step = (last - 1) * is_less(last * 0, last)
+        q = smaller(u // step, last_step)
         v = u - q * step
         w1_first = (q + 1) * g
         inside = is_less(w1_first, num_blocks)
@@ -81,8 +95,12 @@ class WorkOrder:
         w1_index = ticket + (v + w1_first * self.w1_tiles - ticket) * later
         w2_index = (v - w1_items) * is_w2
         w1_block = w1_index // self.w1_tiles
-        w2_block = w2_index // self.w2_tiles
-        block = w1_block + (q * g + w2_block - w1_block) * is_w2
         w1_tile = w1_index - w1_block * self.w1_tiles
-        w2_tile = w2_index - w2_block * self.w2_tiles
+        w2_blocks = g + (num_blocks - w1_first) * (1 - is_less(q, last_step))
+        tiles = self.w2_tiles // self.groups
+        group = w2_index // (w2_blocks * tiles)
+        w2_index = w2_index - group * (w2_blocks * tiles)
+        w2_block = w2_index // tiles
+        w2_tile = group * tiles + w2_index - w2_block * tiles
+        block = w1_block + (q * g + w2_block - w1_block) * is_w2
         return Item(is_w2=is_w2, block=block, tile=w1_tile + (w2_tile - w1_tile) * is_w2)

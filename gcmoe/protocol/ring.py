@@ -125,12 +125,24 @@ class W1Bitmap:
 
 @dataclass(frozen=True, slots=True)
 class Arrivals:
-    """Cumulative rows x 64-column units that reached this rank's combine slots."""
+    """Cumulative rows x 64-column units that reached this rank's combine slots, a counter for each
+    group of columns.
+
+    Args:
+        hidden: H.
+        groups: of equally many columns, so that one base serves all counters.
+    """
 
     hidden: int
+    groups: int
+
+    @property
+    def columns(self) -> int:
+        """Columns of a group."""
+        return self.hidden // self.groups
 
     def increment(self, rows: Any, columns: int) -> Any:
         return rows * (columns // UNIT_COLUMNS)
 
     def target(self, arrivals_base: Any, valid_slots: Any) -> Any:
-        return arrivals_base + valid_slots * (self.hidden // UNIT_COLUMNS)
+        return arrivals_base + valid_slots * (self.columns // UNIT_COLUMNS)

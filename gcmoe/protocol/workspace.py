@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from gcmoe.protocol.codecs import BlockEntry
+from gcmoe.protocol.order import column_groups
 from gcmoe.protocol.ring import WINDOW_COLUMNS, Arrivals, TokenRing, W1Bitmap
 
 LINE = 128
@@ -113,7 +114,7 @@ class WorkspaceShape:
 
     @property
     def arrivals(self) -> Arrivals:
-        return Arrivals(self.hidden)
+        return Arrivals(self.hidden, column_groups(self.hidden))
 
     @property
     def num_windows(self) -> int:
@@ -169,7 +170,14 @@ class WorkspaceShape:
         remote_cell, remote_data = (True, True), (False, True)
         rows: list[tuple[str, str, int, int, tuple[bool, bool], str]] = [
             ("bases", "[4] u32", 4, 4, cell, ", ".join(BASES_WORDS)),
-            ("combine_arrivals", "u32", 1, 4, remote_cell, "cumulative rows x 64-column units"),
+            (
+                "combine_arrivals",
+                "[groups] u32",
+                self.arrivals.groups,
+                4,
+                remote_cell,
+                "cumulative rows x 64-column units, per group of columns",
+            ),
             ("work_ticket", "u32", 1, 4, cell, "next work item"),
             ("finalize_done", "u32", 1, 4, cell, "CTAs of finalize, modulo its grid"),
             ("compute_done", "u32", 1, 4, cell, "CTAs of compute that take no more tickets"),
@@ -277,7 +285,7 @@ class WorkspaceShape:
         flipped = self.bitmap.mask if epoch & 1 else 0
         return {
             "bases": [generation & wrap, epoch & wrap, 0, arrivals & wrap],
-            "combine_arrivals": [arrivals & wrap],
+            "combine_arrivals": [arrivals & wrap] * self.arrivals.groups,
             "token_ring_full": [epoch * self.slot_rows & wrap] * self.num_slots,
             "token_ring_empty": [epoch * self.ring.empty_units & wrap] * self.num_slots,
             "w1_bitmap": [flipped] * self.num_slots,

@@ -186,7 +186,7 @@ def run_w2(
     origins = [(rank, "ring_meta", slot * pitch + n) for n in range(num_rows)]
     if sim.variant.add_before_scatter:
         metas = [memory.load_async(actor, cell) for cell in origins]
-        yield from add_arrivals(sim, launch, actor, metas)
+        yield from add_arrivals(sim, launch, actor, metas, tile)
     codes, scales = [], []
     for window in range(sim.w1_tiles):
         if not (yield from wait_bits(sim, actor, slot, epoch, window, bases[0])):
@@ -215,16 +215,19 @@ def run_w2(
         memory.store_async(actor, (src, "combine", index), value)
     ticket = yield from take_ticket(sim, launch, actor)
     if not sim.variant.add_before_scatter:
-        yield from add_arrivals(sim, launch, actor, metas)
+        yield from add_arrivals(sim, launch, actor, metas, tile)
     if not free_first:
         yield from free_slot(sim, launch, actor, slot, epoch)
     return ticket
 
 
-def add_arrivals(sim: Simulation, launch: Launch, actor: Actor, metas: list[int]) -> Steps:
+def add_arrivals(
+    sim: Simulation, launch: Launch, actor: Actor, metas: list[int], tile: int
+) -> Steps:
     """One add per source rank, after one fence."""
     edge, rank = sim.variant.edges["combine_arrivals"], actor.rank
     columns = sim.w2_columns(rank)
+    group = tile * columns // sim.arrivals.columns
     counts: dict[int, int] = {}
     for word in metas:
         src = decode_meta(word)[0]
@@ -238,7 +241,7 @@ def add_arrivals(sim: Simulation, launch: Launch, actor: Actor, metas: list[int]
         if sim.variant.short_arrivals and src == rank:
             amount = amount - 1
         yield "combine_arrivals"
-        value = publish(sim, actor, edge, src, 0, adder(amount))
+        value = publish(sim, actor, edge, src, group, adder(amount))
         if sim.check.ranks[src].finished == launch.replay and not sim.variant.count_tiles:
             sim.check.arrive(actor, src, value, sim.check.ranks[src].arrival_target)
 
@@ -264,21 +267,23 @@ def finalize(sim: Simulation, launch: Launch, actor: Actor) -> Steps:
     valid = sim.valid_slots(launch.layer, rank)
     target = sim.arrivals.target(bases[3], Word32(valid))
     if sim.variant.count_tiles:
-        target = bases[3] + valid * sim.w2_tiles(rank)
-    if not poisoned:
-        reached = sim.variant.reached
-        wait = Wait(
-            "arrivals", (rank, "combine_arrivals", 0), lambda v: reached(Word32(v), target),
-            sim.variant.edges["combine_arrivals"], int(target),
-        )  # fmt: skip
-        poisoned = not (yield from spin(sim, actor, wait, int(bases[0])))
-    actor.cta.poisoned = actor.cta.poisoned or poisoned
-    for token in range(actor.cta.index, len(sim.problem[launch.layer][rank]), grid):
+        target = bases[3] + valid * (sim.w2_tiles(rank) // sim.arrivals.groups)
+    share = range(actor.cta.index, len(sim.problem[launch.layer][rank]), grid)
+    parts: dict[int, list[list[Any]]] = {token: [] for token in share}
+    for group in range(sim.arrivals.groups):
+        if not poisoned and not (group and sim.variant.wait_for_one_group):
+            poisoned = not (yield from wait_arrivals(sim, actor, group, target, int(bases[0])))
+        actor.cta.poisoned = actor.cta.poisoned or poisoned
+        if not poisoned:
+            for token in share:
+                yield "combine"
+                parts[token].append(load_group(sim, launch, actor, token, group))
+    for token in share:
         if poisoned and sim.variant.keep_poisoned_y:
             continue
         yield "combine"
         sim.written[rank].add(token)
-        sim.y[rank][token] = NAN if poisoned else sum_token(sim, launch, actor, token)
+        sim.y[rank][token] = NAN if poisoned else sim.data.finish(join(parts[token]))
     yield "finalize_done"
     old = sim.memory.update(
         actor, (rank, "finalize_done", 0), lambda v: 0 if v >= grid - 1 else v + 1,
@@ -289,9 +294,24 @@ def finalize(sim: Simulation, launch: Launch, actor: Actor) -> Steps:
         yield from advance(sim, launch, actor, bases, target, last)
 
 
-def sum_token(sim: Simulation, launch: Launch, actor: Actor, token: int) -> Any:
-    """The valid slots of a token in ascending order."""
+def wait_arrivals(
+    sim: Simulation, actor: Actor, group: int, target: Word32, generation: int
+) -> Steps:
+    """Until all rows of a group of columns lie in the combine slots."""
+    reached = sim.variant.reached
+    wait = Wait(
+        "arrivals", (actor.rank, "combine_arrivals", group), lambda v: reached(Word32(v), target),
+        sim.variant.edges["combine_arrivals"], int(target),
+    )  # fmt: skip
+    return (yield from spin(sim, actor, wait, generation))
+
+
+def load_group(
+    sim: Simulation, launch: Launch, actor: Actor, token: int, group: int
+) -> list[list[Any]]:
+    """One group of columns of the valid slots of a token, in ascending order."""
     slots, units = [], sim.ring.empty_units
+    part = sim.arrivals.columns // 64
     for slot, expert_id in enumerate(sim.problem[launch.layer][actor.rank][token]):
         if not is_valid(expert_id, sim.config.experts):
             continue
@@ -300,10 +320,15 @@ def sum_token(sim: Simulation, launch: Launch, actor: Actor, token: int) -> Any:
         slots.append(
             [
                 sim.memory.load(actor, (actor.rank, "combine", first + unit))
-                for unit in range(0, units, columns // 64)
+                for unit in range(group * part, (group + 1) * part, columns // 64)
             ]
         )
-    return sim.data.finish(slots)
+    return slots
+
+
+def join(groups: list[list[list[Any]]]) -> list[list[Any]]:
+    """The groups of columns of each slot, one behind the other."""
+    return [[piece for part in slot for piece in part] for slot in zip(*groups, strict=True)]
 
 
 def advance(

@@ -99,7 +99,7 @@ def launch_role(sim: Simulation, rank: int, replay: int, role: Role, steps: Role
         num_blocks = len(sim.expected_blocks(rank, replay, layer))
         sim.most_blocks = max(sim.most_blocks, num_blocks)
         view = sim.check.ranks[rank]
-        view.arrival_target += sim.valid_slots(layer, rank) * sim.ring.empty_units
+        view.arrival_target = sim.arrivals.target(view.arrival_target, sim.valid_slots(layer, rank))
         launches.append(
             Launch(
                 rank,

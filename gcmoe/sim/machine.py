@@ -12,7 +12,6 @@ from typing import Any
 
 from gcmoe.protocol import (
     FIRST_GENERATION,
-    Arrivals,
     Cell,
     Edge,
     FaultRecord,
@@ -121,11 +120,17 @@ class Simulation:
 
         self.ring = TokenRing(config.num_slots, config.slot_rows, config.hidden)
         self.bitmap = W1Bitmap(config.intermediate)
-        self.arrivals = Arrivals(config.hidden)
+        self.arrivals = config.shape.arrivals
         self.w1_tiles = config.intermediate // 128
         self.windows = config.hidden // 128
         self._orders = [
-            work_order(variant, config.num_slots, self.w1_tiles, self.w2_tiles(rank))
+            work_order(
+                variant,
+                config.num_slots,
+                self.w1_tiles,
+                self.w2_tiles(rank),
+                self.arrivals.groups,
+            )
             for rank in range(config.ranks)
         ]
 

@@ -316,6 +316,11 @@ _SWITCHES: tuple[tuple[str, str, tuple[tuple[str, Any], ...]], ...] = (
         _BUSY,
     ),
     (
+        "wait_for_one_group",
+        "finalize waits for the first group of columns only",
+        (*_BUSY, ("hidden", 512)),
+    ),
+    (
         "first_item_is_index",
         "the first item is the CTA index, one CTA is resident at a time",
         (*_BUSY, ("compute_ctas", (2, 3)), ("resident", 1)),

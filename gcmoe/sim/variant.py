@@ -59,6 +59,7 @@ class Variant:
     empty_before_read: bool = False
     skip_full_before_bits: bool = False
     skip_compute_done: bool = False
+    wait_for_one_group: bool = False
 
     def reached(self, value: Any, target: Any) -> bool:
         """``is_reached``, or the compare that forgets the wrap."""
@@ -88,9 +89,11 @@ class SwappedOrder(WorkOrder):
 SPECIFIED = Variant()
 
 
-def work_order(variant: Variant, num_slots: int, w1_tiles: int, w2_tiles: int) -> WorkOrder:
+def work_order(
+    variant: Variant, num_slots: int, w1_tiles: int, w2_tiles: int, groups: int
+) -> WorkOrder:
     if variant.double_segments:
-        return DoubledOrder(num_slots, w1_tiles, w2_tiles)
+        return DoubledOrder(num_slots, w1_tiles, w2_tiles, groups)
     if variant.swap_order:
-        return SwappedOrder(num_slots, w1_tiles, w2_tiles)
-    return WorkOrder(num_slots, w1_tiles, w2_tiles)
+        return SwappedOrder(num_slots, w1_tiles, w2_tiles, groups)
+    return WorkOrder(num_slots, w1_tiles, w2_tiles, groups)

@@ -509,13 +509,14 @@ def check_bases(problems: Problems, op: Any, b: Blocks, before: tuple[int, int, 
         (generation + 1) & wrap,
         (epoch + (end >> shape.ring.shift)) & wrap,
         end & (shape.num_slots - 1),
-        (arrivals + len(b.slot) * (shape.hidden // 64)) & wrap,
+        (arrivals + len(b.slot) * (shape.arrivals.columns // 64)) & wrap,
     )
     if bases(op) != wanted:
         problems.add(f"bases: {bases(op)}, wanted {wanted}")
-    arrived = int(view(op, "combine_arrivals", torch.int32, 1)[0]) & wrap
-    if arrived != wanted[3]:
-        problems.add(f"combine arrivals: {arrived}, wanted {wanted[3]}")
+    groups = shape.arrivals.groups
+    arrived = [n & wrap for n in view(op, "combine_arrivals", torch.int32, groups).tolist()]
+    if arrived != [wanted[3]] * groups:
+        problems.add(f"combine arrivals: {arrived}, wanted {wanted[3]} in each of {groups} groups")
     for name in ("work_ticket", "compute_done", "finalize_done", "in_flight", "abort", "fault"):
         value = int(view(op, name, torch.int32, 1)[0])
         if value:

@@ -122,7 +122,9 @@ def check(c: Compute) -> None:
     assert total == int(valid.sum()) * shape.intermediate
     assert equal >= 0.999 * total
     units = shape.hidden // 64
-    assert c.rank.view("combine_arrivals", "u4").tolist() == [int(valid.sum()) * units]
+    groups = shape.arrivals.groups
+    arrived = c.rank.view("combine_arrivals", "u4").tolist()
+    assert arrived == [int(valid.sum()) * units // groups] * groups
     used = [units] * c.blocks + [0] * (shape.num_slots - c.blocks)
     assert c.rank.view("token_ring_empty", "u4").tolist() == used
     bits = [shape.bitmap.mask] * c.blocks + [0] * (shape.num_slots - c.blocks)

@@ -54,7 +54,8 @@ def test_every_plan_keeps_the_constraints(config, num_ranks):
     assert shape.num_slots & (shape.num_slots - 1) == 0
     slot_bytes = shape.slot_rows * (shape.row_stride + config.intermediate)
     assert shape.num_slots == 2 or shape.num_slots * slot_bytes <= MAX_RING_BYTES
-    WorkOrder(shape.num_slots, config.intermediate // 128, config.hidden // 256)
+    groups = shape.arrivals.groups
+    WorkOrder(shape.num_slots, config.intermediate // 128, config.hidden // 256, groups)
 
 
 @given(configs, ranks)

@@ -109,17 +109,19 @@ def test_windows_partition_the_mask():
 
 @given(
     st.integers(1, 28).map(lambda n: 256 * n),
+    st.integers(1, 4),
     near_wrap,
     st.lists(st.integers(1, 64), max_size=12),
     st.sampled_from([64, 128, 256]),
 )
-def test_arrivals_reach_the_target_with_the_last_tile_only(hidden, base, blocks, columns):
-    arrivals = Arrivals(hidden)
+def test_arrivals_reach_the_target_with_the_last_tile_only(columns, groups, base, blocks, tile):
+    arrivals = Arrivals(columns * groups, groups)
+    assert arrivals.columns == columns
     seen, target = Word32(base), arrivals.target(Word32(base), Word32(sum(blocks)))
     for rows in blocks:
-        for _ in range(hidden // columns):
+        for _ in range(columns // tile):
             assert not is_reached(seen, target)
-            seen += arrivals.increment(Word32(rows), columns)
+            seen += arrivals.increment(Word32(rows), tile)
     assert is_reached(seen, target)
     assert seen == target
 

@@ -76,6 +76,7 @@ def test_sizes_follow_the_symbolic_shapes(shape):
         "max_tokens": shape.max_tokens,
         "table_blocks": shape.table_blocks,
         "row_stride": shape.row_stride,
+        "groups": shape.arrivals.groups,
     }
     widths = {"u8": 1, "bf16": 2, "u32": 4, "f32": 4, "u64": 8}
     for region in shape.regions:
