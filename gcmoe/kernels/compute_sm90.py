@@ -378,8 +378,7 @@ class ComputeKernel(SchedulerSteps):
             if k < num_loaded:
                 ptx.mbarrier_arrive(at["full_w"] + s * 8)
             else:
-                ptx.fence("proxy.async.shared::cta", "stage read")
-                ptx.mbarrier_expect(at["full_w"] + s * 8, mma.UNIT_BYTES)
+                sync.refill(at["full_w"] + s * 8, mma.UNIT_BYTES)
                 ptx.bulk_load(
                     at["w"] + s * mma.UNIT_BYTES,
                     source + I64(k) * mma.UNIT_BYTES,

@@ -194,6 +194,14 @@ def await_bits(edge: cutlass.Constexpr, address: Any, bits: Any, odd: Any, index
 
 
 @cute.jit
+def refill(mbarrier: Any, num_bytes: Any):
+    """Expect ``num_bytes`` in a stage whose readers, ordinary loads among them, this thread has
+    awaited."""
+    ptx.fence("proxy.async.shared::cta", "stage read")
+    ptx.mbarrier_expect(mbarrier, num_bytes)
+
+
+@cute.jit
 def advance(index: Any, parity: Any, depth: cutlass.Constexpr):
     """The next of ``depth`` places of a shared ring, and the parity of its phase there."""
     index += 1

@@ -3,7 +3,7 @@
 import cutlass
 import cutlass.cute as cute
 
-from gcmoe.kernels import ptx
+from gcmoe.kernels import ptx, sync
 from gcmoe.kernels.spec import KernelSpec
 from gcmoe.kernels.tokens import TokenSteps
 
@@ -32,8 +32,7 @@ class TokenFeed(TokenSteps):
         """Two windows of a ring block by one tensor load, and their scales."""
         rows, scales = self.max_width, self.max_width * 4
         full = at["full_x"] + s * 8
-        ptx.fence("proxy.async.shared::cta", "stage read")
-        ptx.mbarrier_expect(full, I32(width) * 256 + 2 * scales)
+        sync.refill(full, I32(width) * 256 + 2 * scales)
         for i in cutlass.range_constexpr(len(self.widths)):
             if width == U32(self.widths[i]):
                 ptx.tensor_load_3d(
@@ -63,8 +62,7 @@ class TokenFeed(TokenSteps):
         )
         target = at["x"] + s * (rows * 256)
         target_scale = at["x_scale"] + s * (2 * scales)
-        ptx.fence("proxy.async.shared::cta", "stage read")
-        ptx.mbarrier_expect(full, 2 * window_bytes + 2 * scales)
+        sync.refill(full, 2 * window_bytes + 2 * scales)
         if cutlass.const_expr(self.w2_windows % 2 == 0):
             ptx.bulk_load(target, source, 2 * window_bytes, full)
             ptx.bulk_load(target_scale, source_scale, 2 * scales, full)

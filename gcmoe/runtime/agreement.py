@@ -15,7 +15,7 @@ from gcmoe.plan.targets import Family
 from gcmoe.protocol import FIRST_GENERATION, Role
 from gcmoe.runtime.modules import LoadedKernel
 
-FINALIZE_ELEMENTS = 8 * 512  # of y, per CTA and pass: 16 bytes a thread
+FINALIZE_ELEMENTS = 8 * 512  # of y, per CTA: 16 bytes a thread
 # Dispatch waits for peers and compute for dispatch, both from the start: the one that knows the
 # peer expires first and writes the fault record.
 BUDGET_SHARE = {Role.DISPATCH: 1.0, Role.COMPUTE: 1.25, Role.FINALIZE: 1.25}
