@@ -16,6 +16,7 @@ from gcmoe.kernels.params import PeerTable
 from gcmoe.kernels.spec import KernelSpec
 from gcmoe.kernels.trace_words import TRACE_WORDS
 from gcmoe.kernels.trace_words import FinalizeTrace as Trace
+from gcmoe.plan.layer import ONE_PASS_TOKENS
 from gcmoe.protocol import RoutesHeader, is_reached
 from gcmoe.protocol.edges import ARRIVALS, COMPUTE_DONE, DONE
 from gcmoe.protocol.faults import NO_PEER
@@ -26,7 +27,6 @@ WARP = 32
 THREADS = 512
 CHUNK_COLUMNS = 8
 SLOTS_IN_FLIGHT = 8
-FEW_TOKENS = 16
 NAN_PAIR = 0x7FFF_7FFF
 
 
@@ -69,17 +69,17 @@ class FinalizeKernel:
     """Any number of CTAs of 512 threads.
 
     1. Thread 0 reads bases and abort while all threads count the valid ids. Barriers.
-    2. Pass by pass, one for each group of columns:
-       a lane waits until that many rows have arrived in the group. Barrier. Every thread sums its
-       share of (token, 8 columns): FP32, ascending slots, one rounding to BF16. After a failed
-       wait, or with abort set, the share is NaN.
+    2. Pass by pass, one for each group of columns: a lane waits until that many rows have arrived
+       in the group. Barrier. Every thread sums its share of (token, 8 columns): FP32, ascending
+       slots, one rounding to BF16. After a failed wait, or with abort set, the share is NaN. For
+       few tokens one pass takes all groups, a lane waits for each.
     3. Barrier; thread 0 counts its CTA as done, also a poisoned one. The last CTA of the grid waits
        until no CTA of compute takes tickets, and for the end of the compute node that it hangs on,
        and advances the bases, unless abort is set.
 
     It may start while compute runs, on the SMs that compute has left: compute ends the groups one
-    after the other, so the last one alone is summed behind it. Few tokens have W2 items for less
-    than a round of the CTAs; all groups end together then, and one pass takes them all.
+    after the other, so that at best only the last one is summed behind it. The sum of few tokens
+    takes a latency, as would each further pass.
 
     Timeline::
 
@@ -173,7 +173,7 @@ class FinalizeKernel:
             "ctas": U32(ctas),
         }
         s["row_chunks"] = U32(self.chunks // self.arrivals.groups)
-        if num_tokens <= FEW_TOKENS:
+        if num_tokens <= ONE_PASS_TOKENS:
             s["row_chunks"] = U32(self.chunks)
         s["num_chunks"] = U32(num_tokens) * s["row_chunks"]
         sync.jitter(self.spec, tid, cta)

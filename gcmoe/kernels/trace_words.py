@@ -44,7 +44,10 @@ class ComputeTrace(IntEnum):
 
 
 class FinalizeTrace(IntEnum):
-    """Words of a finalize CTA; nanoseconds but for the first."""
+    """Words of a finalize CTA; nanoseconds but for the first.
+
+    ``ARRIVED``: the rows of its last pass are there; the sums of earlier passes lie before it.
+    """
 
     SM = 0
     START = 1

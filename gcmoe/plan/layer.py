@@ -15,6 +15,9 @@ from gcmoe.protocol.workspace import MX_COLUMNS
 
 SM_GRANULE = 8
 HEADER_WORDS = 16
+ONE_PASS_TOKENS = 16
+"""Up to so many tokens finalize sums all groups of columns in one pass: their sum takes a latency,
+as would each further pass."""
 MAX_RING_BYTES = 256 << 20
 MAX_SHARE_ROWS = 8192
 USUAL_CAPACITIES = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)

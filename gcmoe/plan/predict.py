@@ -12,7 +12,7 @@
     hop        W1 -> W2 through memory, where W1 is too short to hide it
     link       what the rows to the peers need beyond the part of the stream that is W2
     tail       half a W2 item: tickets balance the ends of the CTAs to that
-    finalize   fixed + combine slots and y at the read rate + wire
+    finalize   fixed + combine slots and y of its last pass at the read rate + wire
 
 Constants are those of :class:`Constants`; :mod:`gcmoe.plan.fit` derives them from the records of
 one model and :mod:`gcmoe.plan.fitted` holds them.
@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 from gcmoe.config import MoEConfig
 from gcmoe.plan.gpus import Gpu, get_gpu
-from gcmoe.plan.layer import LayerPlan
+from gcmoe.plan.layer import ONE_PASS_TOKENS, LayerPlan
 from gcmoe.plan.routing import Routing, expected_routing
 from gcmoe.protocol.order import W1_COLUMNS, W2_COLUMNS
 
@@ -258,7 +258,8 @@ def predict(plan: LayerPlan, gpu: Gpu, num_tokens: int, constants: Constants) ->
         stream = p_norm(memory, consumer, c.norm)
     is_short = routing.num_blocks * tiling.w1_tiles < 2 * plan.compute_sms
     unit = unit_us(plan, gpu, c, routing.mean_width) if gpu.decodes else 0.0
-    summed = num_tokens * (config.top_k + 1) * config.hidden * 2
+    passes = plan.workspace.arrivals.groups if num_tokens > ONE_PASS_TOKENS else 1
+    summed = num_tokens * (config.top_k + 1) * config.hidden * 2 / passes
     wire = c.wire_us if plan.num_ranks > 1 else 0.0
     return Prediction(
         routing=routing,

@@ -7,8 +7,9 @@ segment ends the order. Blocks of two consecutive segments are alive at a time, 
 ring, so every item waits for earlier items only and a single CTA that takes items in ticket order
 makes progress. When all blocks fit, the order is all of W1, then all of W2.
 
-W2 items that follow each other without W1 between them go by groups of columns: the first group of
-all their blocks, then the second. So most columns of y can be summed before the last items end.
+The W2 items that end the order, those of the last two segments or of the only one, go by groups of
+columns: the first group of all their blocks, then the second. So most columns of y can be summed
+before the last items end. Those before them go block by block, so that slots are soon free again.
 """
 
 from __future__ import annotations
@@ -96,8 +97,9 @@ class WorkOrder:
         w2_index = (v - w1_items) * is_w2
         w1_block = w1_index // self.w1_tiles
         w1_tile = w1_index - w1_block * self.w1_tiles
-        w2_blocks = g + (num_blocks - w1_first) * (1 - is_less(q, last_step))
-        tiles = self.w2_tiles // self.groups
+        is_end = 1 - is_less(q, last_step)
+        w2_blocks = g + (num_blocks - w1_first) * is_end
+        tiles = self.w2_tiles - (self.w2_tiles - self.w2_tiles // self.groups) * is_end
         group = w2_index // (w2_blocks * tiles)
         w2_index = w2_index - group * (w2_blocks * tiles)
         w2_block = w2_index // tiles

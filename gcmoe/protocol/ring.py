@@ -1,4 +1,4 @@
-"""Arithmetic of the token ring, the W1 bitmap and the arrival counter.
+"""Arithmetic of the token ring, the W1 bitmap and the arrival counters.
 
 Every argument called a word is a ``Word32``/``Word64`` in the simulator and a ``Uint32``/``Uint64``
 in a kernel. Methods are branch-free, so one text serves both. Differences are modulo 2^32; a

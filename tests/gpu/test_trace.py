@@ -46,7 +46,7 @@ def test_a_traced_replay_shows_every_item_once_and_in_order() -> None:
     early = [s for s in spans if s.name == "W2" and s.end < ready[s.detail["slot"]]]
     assert early == []
 
-    # On one SM items follow each other, and no sum is made before the last W2 item has ended.
+    # On one SM items follow each other, and the last sum of a CTA begins behind the last W2 item.
     for cta in range(len(records[Role.COMPUTE])):
         mine = [s for s in spans if s.role == "compute" and s.cta == cta]
         assert all(a.end <= b.start + 0.001 for a, b in pairwise(mine))

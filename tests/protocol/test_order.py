@@ -20,25 +20,21 @@ def plain_order(num_slots: int, w1_tiles: int, columns: tuple[int, int], num_blo
     """All items as (is_w2, block, tile), by nothing but loops."""
     size = num_blocks if num_blocks <= num_slots else num_slots // 2
     segments = [range(start, min(start + size, num_blocks)) for start in range(0, num_blocks, size)]
+    per_group, groups = columns
     w1 = [[(W1, b, t) for b in segment for t in range(w1_tiles)] for segment in segments]
-
-    def w2(*some: range) -> list[tuple[int, int, int]]:
-        per_group, groups = columns
-        return [
-            (W2, b, group * per_group + t)
-            for group in range(groups)
-            for segment in some
-            for b in segment
-            for t in range(per_group)
-        ]
-
     items = list(w1[0])
     for n in range(1, len(segments) - 1):
-        items += w1[n] + w2(segments[n - 1])
+        items += w1[n] + [(W2, b, t) for b in segments[n - 1] for t in range(per_group * groups)]
     if len(segments) > 1:
         items += w1[-1]
     # Nothing lies between W2 of the last two segments.
-    return items + w2(*segments[-2:])
+    return items + [
+        (W2, b, group * per_group + t)
+        for group in range(groups)
+        for segment in segments[-2:]
+        for b in segment
+        for t in range(per_group)
+    ]
 
 
 def make(num_slots: int, w1_tiles: int, columns: tuple[int, int]) -> WorkOrder:
