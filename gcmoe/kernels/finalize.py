@@ -197,9 +197,10 @@ class FinalizeKernel:
         while first < U32(self.chunks):
             self.await_arrivals(s, first, early)
             cute.arch.sync_threads()
-            sync.stamp(self.spec, s, Trace.ARRIVED)
             # A later pass that fails may show here early: NaN is right then too.
             if ptx.shared_load(self.word(s, Word.FAILED)) == U32(0):
+                # Behind the load, else the compiler reads the clock before the barrier.
+                sync.stamp(self.spec, s, Trace.ARRIVED)
                 self.write_sums(s, first, share, slots)
             else:
                 self.write_nan(s, first, share)
