@@ -23,6 +23,7 @@ from gcmoe.kernels import layout_sm100 as layout
 from gcmoe.kernels.build import dsl_version
 from gcmoe.numerics import ReferenceTrace, compare, moe_reference
 from gcmoe.plan import LayerPlan, make_plan
+from gcmoe.plan.layer import ONE_PASS_TOKENS
 from gcmoe.protocol import Cell, FaultKind, FaultRecord, Role
 from gcmoe.runtime.agreement import finalize_grid
 
@@ -335,8 +336,18 @@ class Layer:
         (config(48, experts=2, i=128), 1, None, [(48,), (9,), (24,)]),
         (config(48, experts=4, i=128), 2, None, [(40, 3)]),
         (config(48, experts=4, i=128), 1, 2, [(48,), (9,)]),
+        # Columns in groups, summed one after the other, and all at once.
+        (config(ONE_PASS_TOKENS + 4, experts=3, h=768, i=128), 1, None, [(20,), (16,)]),
     ],
-    ids=["one rank", "slots recur", "two ranks", "sizes", "sizes of two ranks", "sizes recur"],
+    ids=[
+        "one rank",
+        "slots recur",
+        "two ranks",
+        "sizes",
+        "sizes of two ranks",
+        "sizes recur",
+        "groups of columns",
+    ],
 )
 def test_layers(
     cfg: MoEConfig, ranks: int, ring_slots: int | None, tokens: list[tuple[int, ...]]
