@@ -270,7 +270,7 @@ def examine(case: Case, n: int, spec: KernelSpec, run: Backend) -> Found:
         per_token = [compare(rows[t], wanted_rows[t]).relative_l2 for t in range(n)]
         bad = [t for t, error in enumerate(per_token) if not error <= MAX_RELATIVE_L2]
         details.append(f"W2 rows: relative L2 {worst:.4g}, tokens {bad[:8]}")
-    units = [n * (shape.arrivals.columns // 64)] * shape.arrivals.groups
+    units = [shape.arrivals.target(0, n)] * shape.arrivals.groups
     arrived = view(left, shape, "combine_arrivals").view(torch.int32).tolist()
     if arrived != units:
         details.append(f"combine_arrivals is {arrived}, expected {units}")

@@ -96,6 +96,7 @@ class FinalizeKernel:
         self.smem_bytes = 128
         self.chunks = spec.shape.hidden // CHUNK_COLUMNS
         self.arrivals = spec.shape.arrivals
+        self.group_chunks = self.chunks // self.arrivals.groups
         self.kernel.set_name_prefix(
             spec.symbol.removesuffix("_0"), remove_cutlass_symbol=True, keep_mangled_name=False
         )
@@ -172,7 +173,7 @@ class FinalizeKernel:
             "cta": U32(cta),
             "ctas": U32(ctas),
         }
-        s["row_chunks"] = U32(self.chunks // self.arrivals.groups)
+        s["row_chunks"] = U32(self.group_chunks)
         if num_tokens <= ONE_PASS_TOKENS:
             s["row_chunks"] = U32(self.chunks)
         s["num_chunks"] = U32(num_tokens) * s["row_chunks"]
@@ -296,7 +297,7 @@ class FinalizeKernel:
         with abort set for nothing."""
         is_waiter, group, cell = self.waits_for(s)
         # Columns of this group less those before the pass, as chunks: negative ones are large.
-        ahead = group * (self.chunks // self.arrivals.groups) - first
+        ahead = group * self.group_chunks - first
         if is_waiter & (ahead < s["row_chunks"]):
             target = self.arrivals_target(s)
             has_failed = ptx.shared_load(self.word(s, Word.FAILED)) != U32(0)

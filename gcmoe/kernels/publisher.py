@@ -140,7 +140,7 @@ class Publisher:
     def publish_arrivals(self, workspace, lane, tile, rows, meta, first: cutlass.Constexpr):
         """Add 32 rows to the arrivals of their sources, one lane per source."""
         arrivals = self.shape.arrivals
-        group = U32(tile) // U32(arrivals.columns // W2_COLUMNS)
+        group = arrivals.group(U32(tile), W2_COLUMNS)
         cell = self.shape.offsets["combine_arrivals"] + I64(group) * 4
         if cutlass.const_expr(self.shape.num_ranks == 1):
             if cutlass.const_expr(first == 0):

@@ -141,6 +141,10 @@ class Arrivals:
         """Columns of a group."""
         return self.hidden // self.groups
 
+    def group(self, tile: Any, columns: int) -> Any:
+        """The counter of a W2 tile of ``columns`` columns."""
+        return tile // (self.columns // columns)
+
     def increment(self, rows: Any, columns: int) -> Any:
         return rows * (columns // UNIT_COLUMNS)
 

@@ -227,7 +227,7 @@ def add_arrivals(
     """One add per source rank, after one fence."""
     edge, rank = sim.variant.edges["combine_arrivals"], actor.rank
     columns = sim.w2_columns(rank)
-    group = tile * columns // sim.arrivals.columns
+    group = sim.arrivals.group(tile, columns)
     counts: dict[int, int] = {}
     for word in metas:
         src = decode_meta(word)[0]

@@ -126,6 +126,16 @@ def test_arrivals_reach_the_target_with_the_last_tile_only(columns, groups, base
     assert seen == target
 
 
+@pytest.mark.parametrize("groups", [1, 2, 3, 4])
+@pytest.mark.parametrize("tile", [64, 128, 256])
+def test_tiles_of_a_group_lie_in_its_columns(groups, tile):
+    arrivals = Arrivals(512 * groups, groups)
+    for n in range(arrivals.hidden // tile):
+        group = int(arrivals.group(Word32(n), tile))
+        assert group * arrivals.columns <= n * tile
+        assert (n + 1) * tile <= (group + 1) * arrivals.columns
+
+
 @given(near_wrap, st.integers(0, (1 << 31) - 1))
 def test_is_reached_for_any_distance_below_2_31(target, distance):
     assert is_reached(Word32(target + distance), Word32(target))
