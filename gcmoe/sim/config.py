@@ -110,11 +110,12 @@ class SimConfig:
                 f"dispatch_ctas = {self.dispatch_ctas}: at most header_words = "
                 f"{self.header_words}, because every CTA writes a word"
             )
+        group = self.shape.arrivals.columns
         for columns in self.w2_columns:
-            if columns % 64 or self.hidden % columns:
+            if columns % 64 or group % columns:
                 raise ValueError(
-                    f"w2_columns = {columns}: must be a multiple of 64 that divides hidden = "
-                    f"{self.hidden}"
+                    f"w2_columns = {columns}: must be a multiple of 64 that divides the {group} "
+                    f"columns of a group of hidden = {self.hidden}"
                 )
 
     @property

@@ -122,6 +122,7 @@ def test_unknown_schedule_is_refused() -> None:
         {"experts": 3},
         {"dispatch_ctas": (5,)},
         {"w2_columns": (96,)},
+        {"w2_columns": (512,), "hidden": 512},
     ],
 )
 def test_bad_configuration_is_refused(wrong: dict[str, object]) -> None:
