@@ -203,7 +203,7 @@ def fill_block(shape: WorkspaceShape, codes: Tensor, exponents: Tensor) -> Tenso
     words("ring_meta")[:n] = torch.tensor([RowMeta.pack(0, t, 0) for t in range(n)])
     words("ring_weight", torch.float32)[:n] = 1.0
     ring = view(workspace, shape, "ring_rows").view(-1, shape.row_stride)
-    ring[:n, : shape.hidden] = codes
+    ring[shape.block_rows - n : shape.block_rows, : shape.hidden] = codes
     atoms = view(workspace, shape, "ring_scale").view(shape.num_slots, shape.num_windows, 128, 4)
     places = torch.tensor([atom_word(int(row)) for row in rows])
     atoms[0, :, places] = exponents.view(n, shape.num_windows, 4).transpose(0, 1)

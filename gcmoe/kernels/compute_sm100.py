@@ -91,7 +91,7 @@ class ComputeKernelSm100(SchedulerSteps):
         self.tokens = TokenFeed(spec)
         self.mma = MmaIssuer(spec, self.memory)
         self.epilogue = Epilogue(spec, self.memory)
-        self.publisher = Publisher(spec, layout.ATOM_BYTES, layout.OUTPUT_STRIDE)
+        self.publisher = Publisher(spec, lambda _: layout.ATOM_BYTES, layout.OUTPUT_STRIDE)
         self.fields = self._storage()
         self.Storage = cute.struct(type("Storage", (), {"__annotations__": self.fields}))
         self.smem_bytes = self.Storage.size_in_bytes()
@@ -191,9 +191,18 @@ class ComputeKernelSm100(SchedulerSteps):
             cuda_ext.create_tensor_map_tiled(
                 global_address=rows.toint(),
                 dtype=U8,
-                global_dims=[I32(128), I32(shape.num_slots * shape.block_rows), I32(windows)],
-                global_strides=[I64(shape.row_stride // 16), I64(8)],
-                box_dims=[128, width, 1],
+                global_dims=[
+                    I32(128),
+                    I32(shape.block_rows),
+                    I32(windows),
+                    I32(shape.num_slots),
+                ],
+                global_strides=[
+                    I64(shape.row_stride // 16),
+                    I64(8),
+                    I64(shape.block_rows * shape.row_stride // 16),
+                ],
+                box_dims=[128, width, 1, 1],
                 swizzle=cuda_ext.TensorMapSwizzle.s128b,
             )
             for width in self.tiles.widths

@@ -16,9 +16,9 @@ from gcmoe.kernels.publisher import Publisher
 from gcmoe.kernels.records import QUEUE_ENTRIES, RECORD_WORDS, Kind, Word
 from gcmoe.kernels.scheduler import SchedulerSteps
 from gcmoe.kernels.spec import KernelSpec
-from gcmoe.kernels.tokens_sm90 import TokenFeed
+from gcmoe.kernels.tokens_sm90 import TokenFeed, scale_bytes
 from gcmoe.kernels.trace_words import TRACE_WORDS, ComputeTrace, ItemTrace
-from gcmoe.protocol import WorkOrder
+from gcmoe.protocol import WorkOrder, tile_width
 
 U8, U32, U64 = cutlass.Uint8, cutlass.Uint32, cutlass.Uint64
 I32, I64, F32, BF16 = cutlass.Int32, cutlass.Int64, cutlass.Float32, cutlass.BFloat16
@@ -84,7 +84,7 @@ class ComputeKernel(SchedulerSteps):
         self.order = WorkOrder(shape.num_slots, self.w1_tiles, self.w2_tiles, groups)
         self.feed = TokenFeed(spec)
         self.output = TileOutput(spec)
-        self.publisher = Publisher(spec, self.max_width * 4, STAGE_STRIDE)
+        self.publisher = Publisher(spec, scale_bytes, STAGE_STRIDE)
         self.fields = self._storage()
         self.Storage = cute.struct(type("Storage", (), {"__annotations__": self.fields}))
         self.smem_bytes = self.Storage.size_in_bytes()
@@ -163,11 +163,16 @@ class ComputeKernel(SchedulerSteps):
                 dtype=U8,
                 global_dims=[
                     I32(128),
-                    I32(self.shape.num_slots * self.shape.block_rows),
+                    I32(self.shape.block_rows),
                     I32(self.w1_windows),
+                    I32(self.shape.num_slots),
                 ],
-                global_strides=[I64(self.shape.row_stride // 16), I64(8)],
-                box_dims=[128, width, 2],
+                global_strides=[
+                    I64(self.shape.row_stride // 16),
+                    I64(8),
+                    I64(self.shape.block_rows * self.shape.row_stride // 16),
+                ],
+                box_dims=[128, width, 2, 1],
                 swizzle=cuda_ext.TensorMapSwizzle.s128b,
             )
             for width in self.widths
@@ -286,15 +291,8 @@ class ComputeKernel(SchedulerSteps):
             at["item_data"] + q * 8,
         )
 
-    @cute.jit
     def tile_width(self, rows):
-        """The narrowest tile that holds ``rows``."""
-        width = U32(self.widths[-1])
-        for i in cutlass.range_constexpr(len(self.widths) - 1):
-            candidate = self.widths[len(self.widths) - 2 - i]
-            if rows <= U32(candidate):
-                width = U32(candidate)
-        return width
+        return tile_width(self.widths, rows)
 
     # ------------------------------------------------------------------- weights
 

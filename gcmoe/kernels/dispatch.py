@@ -38,6 +38,8 @@ from gcmoe.protocol import (
     RowMeta,
     fragment_position,
     is_less,
+    ring_row,
+    tile_width,
 )
 from gcmoe.protocol.edges import CLAIM, EMPTY, FULL, HEADER, ROUTES
 from gcmoe.protocol.faults import NO_PEER
@@ -495,17 +497,19 @@ class DispatchKernel:
             ptx.mbarrier_wait(s["mbarrier"].toint(), phase)
         return ok
 
-    def weight_row(self, row: Any) -> Any:
-        """Where the routing weight of a row lies among those of its slot."""
-        return fragment_position(row, self.spec.shape.block_rows)
+    def weight_row(self, row: Any, rows: Any) -> Any:
+        """Where the routing weight of row ``row`` of ``rows`` lies among those of its slot."""
+        return fragment_position(row, tile_width(self.spec.tiles.widths, rows))
 
-    def window_scale(self, buffer: Any, slot: Any, window: Any, row: Any) -> tuple[Any, Any]:
+    def window_scale(
+        self, buffer: Any, slot: Any, window: Any, row: Any, rows: Any
+    ) -> tuple[Any, Any]:
         """(word, index) in ``ring_scale`` of a row's scale in a window, expanded to FP32; from the
         row in ``buffer``."""
-        shape = self.spec.shape
+        shape, width = self.spec.shape, tile_width(self.spec.tiles.widths, rows)
         scale = ptx.shared_load_u8(buffer + I32(window) + I32(shape.hidden))
-        index = (slot * shape.num_windows + window) * shape.block_rows + self.weight_row(row)
-        return scale << 23, index
+        index = slot * (shape.num_windows * shape.block_rows) + window * width
+        return scale << 23, index + fragment_position(row, width)
 
     @cute.jit
     def store_row(self, s: dict, meta: Any, weight: Any, slot: Any, row: Any, rows: Any):
@@ -514,20 +518,21 @@ class DispatchKernel:
         shape = self.spec.shape
         workspace, windows, block_rows = s["workspace"], shape.num_windows, shape.block_rows
         buffer, lane = self.buffer(s), s["lane"]
-        place = slot * block_rows + row
-        weight_row = self.weight_row(row)
+        weight_row = self.weight_row(row, rows)
         sync.after_observe(EMPTY)
         if lane == 0:
+            place = slot * block_rows + ring_row(row, rows, block_rows)
             target = at(workspace, shape.offsets["ring_rows"], place, shape.row_stride)
             ptx.bulk_store(target, buffer, I32(shape.row_stride))
             ptx.bulk_commit()
-            ptx.store_u32(at(workspace, shape.offsets["ring_meta"], place, 4), meta)
+            cell = at(workspace, shape.offsets["ring_meta"], slot * block_rows + row, 4)
+            ptx.store_u32(cell, meta)
             cell = at(workspace, shape.offsets["ring_weight"], slot * block_rows + weight_row, 4)
             ptx.store_u32(cell, weight)
         for turn in cutlass.range_constexpr(-(-windows // WARP)):
             window = lane + U32(turn * WARP)
             if window < U32(windows):
-                word, index = self.window_scale(buffer, slot, window, row)
+                word, index = self.window_scale(buffer, slot, window, row, rows)
                 ptx.store_u32(at(workspace, shape.offsets["ring_scale"], index, 4), word)
         sync.proxy_release(FULL)
         if lane == 0:

@@ -41,11 +41,13 @@ class DispatchKernelSm100(DispatchKernel):
         super().__init__(spec)
         self.sending = SendStepsSm100(spec, self.map)
 
-    def weight_row(self, row: Any) -> Any:
-        """Where the routing weight of a row lies among those of its slot."""
+    def weight_row(self, row: Any, rows: Any) -> Any:
+        """Where the routing weight of row ``row`` of ``rows`` lies among those of its slot."""
         return row
 
-    def window_scale(self, buffer: Any, slot: Any, window: Any, row: Any) -> tuple[Any, Any]:
+    def window_scale(
+        self, buffer: Any, slot: Any, window: Any, row: Any, rows: Any
+    ) -> tuple[Any, Any]:
         """(word, index) in ``ring_scale`` of a row's four scales in a window; from the row in
         ``buffer``."""
         shape = self.spec.shape

@@ -17,6 +17,7 @@ from gcmoe.kernels.layout_sm100 import (
 from gcmoe.kernels.records import QUEUE_ENTRIES, RECORD_WORDS, Kind, Word
 from gcmoe.kernels.spec import KernelSpec
 from gcmoe.kernels.tokens import TokenSteps
+from gcmoe.protocol import ring_row
 
 U32, U64, I32, I64 = cutlass.Uint32, cutlass.Uint64, cutlass.Int32, cutlass.Int64
 
@@ -141,7 +142,7 @@ class TokenFeed(TokenSteps):
         return self.shape.bitmap.window_bits(U64(1), U64(k))
 
     @cute.jit
-    def load_tokens(self, at, workspace, maps, s, slot, n, k):
+    def load_tokens(self, at, workspace, maps, s, slot, rows, n, k):
         """A window of a ring block by the narrowest box that holds ``n`` rows, and its atom."""
         full = at["full_x"] + s * 8
         loaded = I32(0)
@@ -149,12 +150,13 @@ class TokenFeed(TokenSteps):
             if (loaded == 0) & (n <= U32(self.widths[i])):
                 loaded = I32(1)
                 ptx.mbarrier_expect(full, token_bytes(self.widths[i]))
-                ptx.tensor_load_3d(
+                ptx.tensor_load_4d(
                     at["x"] + s * (self.max_width * WINDOW),
                     maps[i],
                     I32(0),
-                    I32(slot) * self.max_width,
+                    ring_row(I32(0), I32(rows), self.max_width),
                     k,
+                    I32(slot),
                     full,
                 )
         atom = I64(slot) * self.w1_windows + k

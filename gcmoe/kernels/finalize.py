@@ -73,9 +73,11 @@ class FinalizeKernel:
        in the group. Barrier. Every thread sums its share of (token, 8 columns): FP32, ascending
        slots, one rounding to BF16. After a failed wait, or with abort set, the share is NaN. For
        few tokens one pass takes all groups, a lane waits for each.
-    3. Barrier; thread 0 counts its CTA as done, also a poisoned one. The last CTA of the grid waits
-       until no CTA of compute takes tickets, and for the end of the compute node that it hangs on,
-       and advances the bases, unless abort is set.
+    3. A thread of the last warp, whose share is the smallest, counts its CTA as done, also a
+       poisoned one, while others still sum: all have read the bases, and the next replay comes
+       behind the end of the grid. The last CTA of the grid waits until no CTA of compute takes
+       tickets, and for the end of the compute node that it hangs on, and advances the bases, unless
+       abort is set.
 
     It may start while compute runs, on the SMs that compute has left: compute ends the groups one
     after the other, so that at best only the last one is summed behind it. The sum of few tokens
@@ -83,7 +85,8 @@ class FinalizeKernel:
 
     Timeline::
 
-        bases, ids | count | wait, sum ... | wait -- arrivals | combine rows | y | done | advance
+        bases, ids | count | wait, sum ... | wait -- arrivals | combine rows | y
+                                                              | done | advance
 
     The ids of a thread's first share are read before the wait, so that only the combine rows lie
     behind it.
@@ -206,10 +209,9 @@ class FinalizeKernel:
             else:
                 self.write_nan(s, first, share)
             first += s["row_chunks"]
-        cute.arch.sync_threads()
-        if tid == 0:
-            self.finish(s)
         sync.stamp(self.spec, s, Trace.END)
+        if tid == THREADS - WARP:
+            self.finish(s)
 
     def word(self, s: dict[str, Any], word: int) -> Any:
         """Shared address of a word."""
@@ -364,8 +366,8 @@ class FinalizeKernel:
 
     @cute.jit
     def finish(self, s: dict):
-        """Thread 0, behind the CTA's barrier. The counter wraps to zero with the last CTA, which
-        advances the replay."""
+        """One thread, behind the barrier of the last pass. The counter wraps to zero with the last
+        CTA, which advances the replay."""
         offsets, ring = self.spec.shape.offsets, self.spec.shape.ring
         workspace = s["workspace"]
         last = s["ctas"] - U32(1)

@@ -201,7 +201,7 @@ class TileMma:
         self.x_scale = cute.make_tensor(
             pointers["x_scale"],
             cute.make_layout(
-                (width // 4, 4, 2, stages), stride=(1, max_width // 4, max_width, 2 * max_width)
+                (width // 4, 4, 2, stages), stride=(1, width // 4, width, 2 * max_width)
             ),
         )
         self.view = weight_view(pointers["w"], tiles.subtiles, tiles.warpgroups, stages)

@@ -44,7 +44,7 @@ class TileOutput:
         """
         limit = self.spec.clamp
         warp, g, t4 = t // 32, lane // 4, lane % 4
-        group = self.max_width // 4
+        group = width // 4
         weights = cute.make_tensor(
             cute.recast_ptr(pointers["row_words"], dtype=F32) + q * self.max_width + t4 * group,
             cute.make_layout((2, width // 8), stride=(1, 2)),

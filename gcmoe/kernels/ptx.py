@@ -431,21 +431,23 @@ def bulk_store(
 
 
 @dsl_user_op
-def tensor_load_3d(
+def tensor_load_4d(
     shared: Any,
     tensor_map: Any,
     c0: Any,
     c1: Any,
     c2: Any,
+    c3: Any,
     mbarrier: Any,
     *,
     loc: Any = None,
     ip: Any = None,
 ) -> None:
-    """One box of a tensor map to shared memory; completes its bytes on the mbarrier."""
+    """One box of a tensor map to shared memory, zeros for what lies outside the tensor; completes
+    the bytes of a whole box on the mbarrier."""
     text = (
-        "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
-        "[$0], [$1, {$2, $3, $4}], [$5];"
+        "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+        "[$0], [$1, {$2, $3, $4, $5}], [$6];"
     )
     args = [
         (I32, shared),
@@ -453,6 +455,7 @@ def tensor_load_3d(
         (I32, c0),
         (I32, c1),
         (I32, c2),
+        (I32, c3),
         (I32, mbarrier),
     ]
     _emit(text, [], args, False, loc, ip)

@@ -1,5 +1,8 @@
 """The publisher warp of compute, the same on all architectures."""
 
+from collections.abc import Callable
+from typing import Any
+
 import cutlass
 import cutlass.cute as cute
 
@@ -20,11 +23,13 @@ class Publisher:
     publishes. It alone waits for fences (1-5 us each at system scope under peer stores on H200).
 
     Args:
-        scale_bytes: of the scales of one window of ``a``.
+        scale_bytes: by the width of a tile, of the scales of one window of ``a``.
         row_stride: bytes between rows of a W2 tile in the staging buffer.
     """
 
-    def __init__(self, spec: KernelSpec, scale_bytes: int, row_stride: int) -> None:
+    def __init__(
+        self, spec: KernelSpec, scale_bytes: Callable[[Any], Any], row_stride: int
+    ) -> None:
         self.spec, self.shape = spec, spec.shape
         self.max_width = spec.tiles.max_width
         self.w2_windows = spec.shape.intermediate // 128
@@ -77,25 +82,15 @@ class Publisher:
     @cute.jit
     def publish_w1(self, at, workspace, lane, slot, tile, width):
         """A window of ``a`` and its scales, then the two bits of the window."""
-        rows = self.max_width
-        offsets = self.shape.offsets
+        offsets, windows = self.shape.offsets, self.w2_windows
         if lane == 0:
-            window_bytes = I32(width) * 128
-            ptx.bulk_store(
-                workspace
-                + offsets["a_rows"]
-                + I64(slot) * (self.w2_windows * rows * 128)
-                + I64(tile) * I64(window_bytes),
-                at["stage"],
-                window_bytes,
-            )
-            ptx.bulk_store(
-                workspace
-                + offsets["a_scale"]
-                + (I64(slot) * self.w2_windows + I64(tile)) * self.scale_bytes,
-                at["out_scale"],
-                self.scale_bytes,
-            )
+            window_bytes, scale_bytes = I32(width) * 128, self.scale_bytes(width)
+            target = workspace + offsets["a_rows"]
+            target += I64(slot) * (windows * self.max_width * 128) + I64(tile) * I64(window_bytes)
+            ptx.bulk_store(target, at["stage"], window_bytes)
+            target = workspace + offsets["a_scale"]
+            target += I64(slot) * I64(windows * self.scale_bytes(self.max_width))
+            ptx.bulk_store(target + I64(I32(tile) * scale_bytes), at["out_scale"], scale_bytes)
             ptx.bulk_commit()
             sync.complete(W1_DONE)
             sync.publish(

@@ -49,6 +49,7 @@ class TokenSteps(ABC):
                 record = at["records"] + q * (RECORD_WORDS * 4)
                 kind = ptx.shared_load(record + int(Word.KIND) * 4)
                 slot = ptx.shared_load(record + int(Word.SLOT) * 4)
+                rows = ptx.shared_load(record + int(Word.ROWS) * 4)
                 width = ptx.shared_load(record + int(Word.WIDTH) * 4)
                 epoch = ptx.shared_load(record + int(Word.EPOCH) * 4)
                 recurs = ptx.shared_load(record + int(Word.SLOT_RECURS) * 4)
@@ -64,7 +65,9 @@ class TokenSteps(ABC):
                             sync.mark(self.spec, events, ComputeTrace.FIRST_BLOCK)
                             first = I32(0)
                         sync.mark_item(self.spec, at, events, ItemTrace.FED)
-                        s, parity = self.feed_w1(at, workspace, maps, s, parity, slot, width, ok)
+                        s, parity = self.feed_w1(
+                            at, workspace, maps, s, parity, slot, rows, width, ok
+                        )
                     else:
                         s, parity, ok = self.feed_w2(
                             at, workspace, q, s, parity, slot, width, epoch, ok, env, events
@@ -104,12 +107,12 @@ class TokenSteps(ABC):
             ptx.mbarrier_arrive(data)
 
     @cute.jit
-    def feed_w1(self, at, workspace, maps, s, parity, slot, width, ok):
+    def feed_w1(self, at, workspace, maps, s, parity, slot, rows, width, ok):
         """The units of a W1 item; returns the next stage and its parity."""
         for k in cutlass.range(self.w1_units, unroll=1):
             ptx.mbarrier_wait(at["empty"] + s * 8, parity)
             if ok != 0:
-                self.load_tokens(at, workspace, maps, s, slot, width, k)
+                self.load_tokens(at, workspace, maps, s, slot, rows, width, k)
             else:
                 ptx.mbarrier_arrive(at["full_x"] + s * 8)
             s, parity = sync.advance(s, parity, self.stages)
@@ -147,9 +150,10 @@ class TokenSteps(ABC):
 
     @abstractmethod
     def load_tokens(
-        self, at: Any, workspace: Any, maps: Any, s: Any, slot: Any, width: Any, k: Any
+        self, at: Any, workspace: Any, maps: Any, s: Any, slot: Any, rows: Any, width: Any, k: Any
     ) -> None:
-        """Rows of unit ``k`` of a ring block, and their scales, to stage ``s``."""
+        """Unit ``k`` of the ``rows`` rows of a ring block, zeros up to the width of the tile, and
+        their scales, to stage ``s``."""
 
     @abstractmethod
     def load_activations(

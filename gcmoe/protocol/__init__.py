@@ -39,6 +39,8 @@ from gcmoe.protocol.workspace import (
     WorkspaceShape,
     atom_word,
     fragment_position,
+    ring_row,
+    tile_width,
 )
 
 __all__ = [
@@ -80,5 +82,7 @@ __all__ = [
     "is_less",
     "is_reached",
     "is_valid",
+    "ring_row",
     "smaller",
+    "tile_width",
 ]

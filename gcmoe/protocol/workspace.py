@@ -6,12 +6,15 @@ Nothing is reset between replays: cells are cumulative or carry the generation.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
+from typing import Any
 
 from gcmoe.protocol.codecs import BlockEntry
 from gcmoe.protocol.order import column_groups
-from gcmoe.protocol.ring import WINDOW_COLUMNS, Arrivals, TokenRing, W1Bitmap
+from gcmoe.protocol.ring import WINDOW_COLUMNS, Arrivals, TokenRing, W1Bitmap, is_less
 
 LINE = 128
 MX_COLUMNS = 32
@@ -163,9 +166,12 @@ class WorkspaceShape:
     def regions(self) -> tuple[Region, ...]:
         s, u, r = self.num_slots, self.slot_rows, self.num_ranks
         windows, a_windows = self.num_windows, self.intermediate // WINDOW_COLUMNS
-        scale, order, staged = "[U] f32", "fragment order", "permuted in each window, then H/128"
+        scale, staged = "[U] f32", "permuted in each window, then H/128"
+        weights = "of a tile in fragment order"
+        scales = "of a tile of N rows N words, packed, in fragment order"
         if self.has_atoms:
-            scale, order, staged = f"[{ATOM_ROWS}] u8x4", "row order", "in column order, then H/32"
+            scale, staged = f"[{ATOM_ROWS}] u8x4", "in column order, then H/32"
+            weights, scales = "row order", "atoms"
         cell, data = (True, False), (False, False)
         remote_cell, remote_data = (True, True), (False, True)
         rows: list[tuple[str, str, int, int, tuple[bool, bool], str]] = [
@@ -207,14 +213,14 @@ class WorkspaceShape:
             ),
             ("block_table", "[table_blocks] u32", self.table_blocks, 4, data, "BlockEntry"),
             ("ring_meta", "[S][U] u32", s * u, 4, data, "RowMeta"),
-            ("ring_weight", "[S][U] f32", s * u, 4, data, f"routing weights, {order}"),
+            ("ring_weight", "[S][U] f32", s * u, 4, data, f"routing weights, {weights}"),
             (
                 "ring_scale",
                 f"[S][H/128]{scale}",
                 s * windows * self.scale_words,
                 4,
                 data,
-                f"token scales per window, {'atoms' if self.has_atoms else order}",
+                f"token scales per window, {scales}",
             ),
             (
                 "ring_rows",
@@ -222,7 +228,7 @@ class WorkspaceShape:
                 s * u,
                 self.row_stride,
                 data,
-                "staged rows as pulled",
+                "staged rows as pulled; the rows of a block are the last ones of its slot",
             ),
             (
                 "a_scale",
@@ -230,7 +236,7 @@ class WorkspaceShape:
                 s * a_windows * self.scale_words,
                 4,
                 data,
-                f"scales of a{', atoms' if self.has_atoms else ''}",
+                f"scales of a, {scales}",
             ),
             (
                 "a_rows",
@@ -297,14 +303,32 @@ class WorkspaceShape:
         return last.offset + -(-last.num_bytes // LINE) * LINE
 
 
-def fragment_position(row: int, block_rows: int) -> int:
-    """Where row ``row`` of a slot lies in a per-row array in fragment order.
+def ring_row(row: Any, rows: Any, block_rows: int) -> Any:
+    """Where row ``row`` of a block of ``rows`` rows lies in the ``block_rows`` rows of its slot.
+
+    A block ends with its slot. A load of a wider tile then meets the end of a tensor dimension: the
+    padding comes as zeros, and not from memory.
+    """
+    return row + (block_rows - rows)
+
+
+def tile_width(widths: Sequence[int], rows: Any) -> Any:
+    """The token tile of a block of ``rows`` rows, a word: the narrowest of the ascending ``widths``
+    that holds them."""
+    width = widths[0]
+    for narrow, wide in pairwise(widths):
+        width = width + is_less(narrow, rows) * (wide - narrow)
+    return width
+
+
+def fragment_position(row: Any, width: Any) -> Any:
+    """Where row ``row`` of a tile lies in a per-row array in fragment order.
 
     A thread of a WGMMA consumer holds the columns n = 8j + 2t + c of its accumulator, t = lane % 4;
     the order [t][j][c] lets it read all its scales with wide loads.
     """
     t, j, c = (row >> 1) & 3, row >> 3, row & 1
-    return t * (block_rows // 4) + 2 * j + c
+    return t * (width >> 2) + 2 * j + c
 
 
 def atom_word(row: int) -> int:

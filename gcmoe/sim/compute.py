@@ -119,9 +119,8 @@ def run_w1(
     expert, num_rows = table[block]
     sim.check.start_w1(actor, block, num_rows)
     yield "ring_rows"
-    rows = [
-        memory.load_async(actor, (rank, "ring_rows", slot * pitch + n)) for n in range(num_rows)
-    ]
+    end = (slot + 1) * pitch
+    rows = [memory.load_async(actor, (rank, "ring_rows", n)) for n in range(end - num_rows, end)]
     yield "ring_scale"
     codes, scales = [], []
     first = rank * sim.config.local_experts
@@ -259,7 +258,8 @@ def free_slot(sim: Simulation, launch: Launch, actor: Actor, slot: int, epoch: W
 
 
 def finalize(sim: Simulation, launch: Launch, actor: Actor) -> Steps:
-    """A finalize CTA: its static share of y, then its count; the last one advances."""
+    """A finalize CTA: its static share of y, and its count behind the last wait; the last one
+    advances."""
     rank, grid = actor.rank, launch.grids[actor.cta.role]
     aborted = yield from enter(sim, actor)
     poisoned = aborted
@@ -274,6 +274,8 @@ def finalize(sim: Simulation, launch: Launch, actor: Actor) -> Steps:
         if not poisoned and not (group and sim.variant.wait_for_one_group):
             poisoned = not (yield from wait_arrivals(sim, actor, group, target, int(bases[0])))
         actor.cta.poisoned = actor.cta.poisoned or poisoned
+        if group == sim.arrivals.groups - 1:
+            yield from end_waits(sim, launch, actor, bases, target)
         if not poisoned:
             for token in share:
                 yield "combine"
@@ -284,9 +286,16 @@ def finalize(sim: Simulation, launch: Launch, actor: Actor) -> Steps:
         yield "combine"
         sim.written[rank].add(token)
         sim.y[rank][token] = NAN if poisoned else sim.data.finish(join(parts[token]))
+
+
+def end_waits(
+    sim: Simulation, launch: Launch, actor: Actor, bases: tuple[Any, ...], target: Word32
+) -> Steps:
+    """The CTA has read the bases and waits for nothing any more; sums may follow."""
+    grid = launch.grids[actor.cta.role]
     yield "finalize_done"
     old = sim.memory.update(
-        actor, (rank, "finalize_done", 0), lambda v: 0 if v >= grid - 1 else v + 1,
+        actor, (actor.rank, "finalize_done", 0), lambda v: 0 if v >= grid - 1 else v + 1,
         sim.variant.lone["finalize_done"].operation,
     )  # fmt: skip
     last = old == grid - 1

@@ -20,6 +20,7 @@ from gcmoe.protocol import (
     fragment_position,
     header_words,
     is_valid,
+    ring_row,
 )
 from gcmoe.protocol.edges import CLAIM
 from gcmoe.sim.checks import Violation
@@ -338,7 +339,8 @@ def store_row(
     if "async" in proxies:
         yield "ring_rows"
         sim.check.store_row(rank, slot, launch.replay, row.block, sim.w2_tiles(rank))
-        memory.store_async(actor, (rank, "ring_rows", slot * pitch + row.row), staged)
+        index = slot * pitch + ring_row(row.row, row.rows, pitch)
+        memory.store_async(actor, (rank, "ring_rows", index), staged)
     if "generic" in proxies:
         yield "ring_meta"
         sim.check.store_row(rank, slot, launch.replay, row.block, sim.w2_tiles(rank))

@@ -30,6 +30,7 @@ from gcmoe.protocol import (
     RowMeta,
     WorkspaceShape,
     fragment_position,
+    ring_row,
 )
 
 MAX_RELATIVE_L2, MIN_COSINE = 1e-2, 0.9999
@@ -78,9 +79,20 @@ class Blocks:
     expert: Tensor
     token: Tensor
     k_slot: Tensor
-    """int64 [rows] each, on the GPU."""
+    place: Tensor
+    """Of the row among those of its slot in ``ring_rows``."""
     fragment: Tensor
-    """Place of each row in an array in fragment order."""
+    """Place of the row in an array of its tile in fragment order.
+
+    All int64 [rows], on the GPU."""
+
+    def window_words(self, op: Any, region: str, windows: int) -> Tensor:
+        """The words int32 [rows, windows] of the rows in a region that keeps for each window of a
+        block as many words as its tile is wide."""
+        shape = self.shape
+        slots = view(op, region, torch.int32, shape.num_slots, windows * shape.block_rows)
+        window = torch.arange(windows, device="cuda") * self.width[:, None]
+        return slots[self.slot[:, None], window + self.fragment[:, None]]
 
 
 def expected_blocks(op: Any, batch: Batch, slot_base: int) -> Blocks:
@@ -89,7 +101,7 @@ def expected_blocks(op: Any, batch: Batch, slot_base: int) -> Blocks:
     shape, widths = plan.workspace, plan.tiles.widths
     ids = batch.ids.cpu()
     entries: list[int] = []
-    rows: list[tuple[int, int, int, int, int, int]] = []
+    rows: list[tuple[int, ...]] = []
     for expert in range(shape.local_experts):
         pairs = (ids == expert).nonzero().tolist()
         for first in range(0, len(pairs), shape.block_rows):
@@ -97,11 +109,13 @@ def expected_blocks(op: Any, batch: Batch, slot_base: int) -> Blocks:
             slot = (slot_base + len(entries)) & (shape.num_slots - 1)
             entries.append(BlockEntry.pack(expert, len(part)))
             width = next(w for w in widths if w >= len(part))
-            rows += [(slot, row, width, expert, *pair) for row, pair in enumerate(part)]
-    table = torch.tensor(rows, dtype=torch.int64).reshape(-1, 6)
-    fragment = [fragment_position(row, shape.block_rows) for row in table[:, 1].tolist()]
+            for row, pair in enumerate(part):
+                place = ring_row(row, len(part), shape.block_rows)
+                fragment = fragment_position(row, width)
+                rows.append((slot, row, width, expert, *pair, place, fragment))
+    table = torch.tensor(rows, dtype=torch.int64).reshape(-1, 8)
     columns = [column.contiguous().cuda() for column in table.unbind(dim=1)]
-    return Blocks(shape, entries, *columns, torch.tensor(fragment, dtype=torch.int64).cuda())
+    return Blocks(shape, entries, *columns)
 
 
 @dataclass(frozen=True)
@@ -128,7 +142,7 @@ def check_staged(problems: Problems, op: Any, trace: ReferenceTrace) -> Tensor:
 def check_ring(problems: Problems, op: Any, batch: Batch, staged: Tensor, b: Blocks) -> None:
     """Routes and every row of the ring, exactly."""
     shape = b.shape
-    s, u, w = shape.num_slots, shape.block_rows, shape.num_windows
+    s, u = shape.num_slots, shape.block_rows
     routes = int(view(op, "routes", torch.int64, 1)[0])
     num_blocks = int(RoutesHeader.NUM_BLOCKS.get(routes))
     if num_blocks != len(b.entries):
@@ -141,9 +155,9 @@ def check_ring(problems: Problems, op: Any, batch: Batch, staged: Tensor, b: Blo
     problems.expect_equal("ring meta", meta, origin)
     weight = view(op, "ring_weight", torch.float32, s, u)[b.slot, b.fragment]
     problems.expect_equal("ring weights", weight, batch.weights[b.token, b.k_slot])
-    rows = view(op, "ring_rows", torch.uint8, s, u, shape.row_stride)[b.slot, b.row]
+    rows = view(op, "ring_rows", torch.uint8, s, u, shape.row_stride)[b.slot, b.place]
     problems.expect_equal("ring rows", rows[:, : staged.shape[1]], staged[b.token])
-    scale = view(op, "ring_scale", torch.int32, s, w, u)[b.slot, :, b.fragment]
+    scale = b.window_words(op, "ring_scale", shape.num_windows)
     exponents = staged[b.token, shape.hidden :].to(torch.int32) << 23
     problems.expect_equal("ring scales", scale, exponents)
 
@@ -160,8 +174,7 @@ def read_activations(op: Any, b: Blocks) -> tuple[Tensor, Tensor]:
         tiles = blocks[slots, : windows * width * 128].view(-1, windows, width, 128)
         tiles = unpermute_window(unswizzle128(tiles)).transpose(1, 2).flatten(2)
         codes[mine] = tiles[index, b.row[mine]]
-    scales = view(op, "a_scale", torch.int32, s, windows, u)[b.slot, :, b.fragment]
-    return codes, scales
+    return codes, b.window_words(op, "a_scale", windows)
 
 
 def magnitude_order(codes: Tensor) -> Tensor:

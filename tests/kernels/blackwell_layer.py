@@ -21,7 +21,7 @@ from gcmoe.kernels.build import kernel_class
 from gcmoe.kernels.spec import KernelSpec, kernel_spec
 from gcmoe.numerics import ExpertWeights, pack_sm100
 from gcmoe.plan import LayerPlan
-from gcmoe.protocol import BlockEntry, Role, RoutesHeader, RowMeta, WorkspaceShape
+from gcmoe.protocol import BlockEntry, Role, RoutesHeader, RowMeta, WorkspaceShape, ring_row
 
 SPIN_BUDGET = 1 << 40
 FAULT_BYTES = 64
@@ -121,9 +121,9 @@ class Rank:
             return TensorMap(self.weights[matrix], (128, rows), (64,), (128, 256), nibbles=True)
         return TensorMap(
             self.workspace + shape.offsets["ring_rows"],
-            (128, shape.num_slots * shape.block_rows, shape.num_windows),
-            (shape.row_stride, 128),
-            (128, int(name.rpartition("_")[2]), 1),
+            (128, shape.block_rows, shape.num_windows, shape.num_slots),
+            (shape.row_stride, 128, shape.block_rows * shape.row_stride),
+            (128, int(name.rpartition("_")[2]), 1, 1),
             nibbles=False,
         )
 
@@ -187,7 +187,8 @@ def fill_ring(rank: Rank, batch: Batch, codes: Tensor, exponents: Tensor) -> int
             place = shape.ring.place(slot_base, block)
             slot, epoch = shape.ring.slot(place), shape.ring.epoch(epoch_base, place)
             for row, (token, k) in enumerate(part):
-                rows[slot, row, : shape.hidden] = codes[token].numpy()
+                place = ring_row(row, len(part), shape.block_rows)
+                rows[slot, place, : shape.hidden] = codes[token].numpy()
                 meta[slot, row] = RowMeta.pack(rank.rank, token, k)
                 weights[slot, row] = float(batch.weights[token, k])
                 scales = exponents[token].numpy().reshape(-1, 4)

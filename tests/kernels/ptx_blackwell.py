@@ -157,16 +157,15 @@ def fill(cta: Cta, tensor_map: TensorMap, at: list[int], to: int) -> int:
         content = torch.from_numpy(memory.read(tensor_map.address + 64 * at[1], count))
         cta.tensor_core().load_u4(content, 0, box[1], to)
         return count
-    row = np.arange(128)
-    for z in range(box[2]):
-        for y in range(box[1]):
-            place = at[1] + y, at[2] + z
-            line = np.zeros(128, dtype=np.uint8)
-            if all(0 <= p < size for p, size in zip(place, tensor_map.dims[1:], strict=True)):
-                offset = sum(p * s for p, s in zip(place, tensor_map.strides, strict=True))
-                line = memory.read(tensor_map.address + offset, 128)
-            address = to + 128 * (z * box[1] + y) + row
-            cta.shared[address ^ ((address >> 7 & 7) << 4)] = line
+    # The last dimension is the slowest.
+    for number, index in enumerate(np.ndindex(*reversed(box[1:]))):
+        place = [first + n for first, n in zip(at[1:], reversed(index), strict=True)]
+        line = np.zeros(128, dtype=np.uint8)
+        if all(0 <= p < size for p, size in zip(place, tensor_map.dims[1:], strict=True)):
+            offset = sum(p * s for p, s in zip(place, tensor_map.strides, strict=True))
+            line = memory.read(tensor_map.address + offset, 128)
+        address = to + 128 * number + np.arange(128)
+        cta.shared[address ^ ((address >> 7 & 7) << 4)] = line
     return int(np.prod(box))
 
 

@@ -166,7 +166,7 @@ def test_weight_loads(name: str) -> None:
     b = build(name)
     guessed = min(b.spec.tiles.stages, b.spec.shape.hidden // layout.WINDOW)
     assert b.ptx.count("cp.async.bulk.tensor.2d") == guessed + 1
-    assert b.ptx.count("cp.async.bulk.tensor.3d") == len(b.spec.tiles.widths)
+    assert b.ptx.count("cp.async.bulk.tensor.4d") == len(b.spec.tiles.widths)
 
 
 # ------------------------------------------------------------------------------------- the PTX

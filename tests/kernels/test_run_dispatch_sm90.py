@@ -19,6 +19,7 @@ from gcmoe.config import MoEConfig
 from gcmoe.kernels.dispatch_memory import PULLING_WARPS
 from gcmoe.numerics import permute_window, quantize_input
 from gcmoe.plan import make_plan
+from gcmoe.plan.layer import round_width
 from gcmoe.protocol import (
     BlockEntry,
     Cell,
@@ -77,7 +78,7 @@ def check_rank(rank: layers.Rank, batches: list[layers.Batch]) -> int:
     generation, epoch_base, slot_base, _ = (int(word) for word in rank.view("bases", "u4"))
     u = shape.block_rows
     rows = rank.slots("ring_rows", "u1", u, shape.row_stride)
-    scales = rank.slots("ring_scale", "u4", shape.num_windows, u)
+    scales = rank.slots("ring_scale", "u4", shape.num_windows * u)
     meta = rank.slots("ring_meta", "u4", u)
     weights = rank.slots("ring_weight", "f4", u)
     quantised = [quantize_input(batch.x) if len(batch.x) else None for batch in batches]
@@ -91,16 +92,18 @@ def check_rank(rank: layers.Rank, batches: list[layers.Batch]) -> int:
             place = shape.ring.place(slot_base, block)
             slot, epoch = shape.ring.slot(place), shape.ring.epoch(epoch_base, place)
             assert rank.view("token_ring_full", "u4")[slot] == shape.ring.full_target(epoch)
+            width = round_width(rank.plan.tiles, len(part))
             for row, (source, token, k) in enumerate(part):
                 both = quantised[source]
                 assert both is not None
                 codes, exponents = both[0][token], both[1][token]
-                fragment = fragment_position(row, u)
+                fragment = fragment_position(row, width)
                 assert meta[slot, row] == RowMeta.pack(source, token, k)
                 assert weights[slot, fragment] == float(batches[source].weights[token, k])
-                own = torch.from_numpy(rows[slot, row, : shape.hidden])
+                own = torch.from_numpy(rows[slot, u - len(part) + row, : shape.hidden])
                 assert torch.equal(own, permute_window(codes[None])[0])
-                bits = torch.from_numpy(scales[slot, :, fragment].astype("int64"))
+                tile = scales[slot, : shape.num_windows * width].reshape(-1, width)
+                bits = torch.from_numpy(tile[:, fragment].astype("int64"))
                 assert torch.equal(bits, exponents.to(torch.int64) << 23)
             block += 1
     assert rank.view("routes", "u8")[0] == RoutesHeader.pack(generation, block)

@@ -18,6 +18,8 @@ from gcmoe.protocol import (
     atom_word,
     fragment_position,
     is_reached,
+    ring_row,
+    tile_width,
 )
 from gcmoe.protocol.document import CELL_REGIONS, EXAMPLE
 from gcmoe.protocol.workspace import LINE
@@ -158,6 +160,19 @@ def test_a_continued_history_meets_the_targets_of_its_epoch(shape, epoch, arriva
     assert len(state["combine_arrivals"]) == shape.arrivals.groups
     for seen in state["combine_arrivals"]:
         assert Word32(seen) == shape.arrivals.target(base, Word32(0))
+
+
+@given(st.sets(st.integers(1, 16), min_size=1).map(lambda ns: sorted(8 * n for n in ns)), st.data())
+def test_tile_width_is_the_narrowest_that_holds_the_rows(widths, data):
+    rows = data.draw(st.integers(1, widths[-1]))
+    assert int(tile_width(widths, Word32(rows))) == min(w for w in widths if w >= rows)
+
+
+@given(st.integers(1, 128), st.data())
+def test_rows_of_a_block_end_with_the_slot_in_their_order(block_rows, data):
+    rows = data.draw(st.integers(1, block_rows))
+    places = [int(ring_row(Word32(row), Word32(rows), block_rows)) for row in range(rows)]
+    assert places == list(range(block_rows))[-rows:]
 
 
 @given(st.integers(1, 16).map(lambda n: 8 * n))

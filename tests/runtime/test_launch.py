@@ -77,12 +77,14 @@ def test_ring_maps(standin, arch, windows, capacity):
         assert target % 64 == 0
         assert base == (1 << 40) + shape.offsets["ring_rows"]
         assert base % 16 == 0
-        assert dims == (128, shape.num_slots * shape.block_rows, 5120 // 128)
-        assert strides == (shape.row_stride, 128)
+        assert dims == (128, shape.block_rows, 5120 // 128, shape.num_slots)
+        assert strides == (shape.row_stride, 128, shape.block_rows * shape.row_stride)
         assert all(stride % 16 == 0 for stride in strides)
-        assert box == (128, width, windows)
+        assert box == (128, width, windows, 1)
         # The last byte that a load can reach lies in the region.
-        last = (dims[1] - 1) * strides[0] + (dims[2] - 1) * strides[1] + dims[0]
+        last = dims[0] + sum(
+            (extent - 1) * stride for extent, stride in zip(dims[1:], strides, strict=True)
+        )
         assert last <= shape.region("ring_rows").num_bytes
 
 

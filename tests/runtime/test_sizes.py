@@ -12,8 +12,8 @@ def test_calls_of_other_sizes_have_their_own_graphs(make, standin):
     assert [most for most, _ in op.plan.tile_classes] == [104, 144, 200]
     layer = op.bind(weights())
     maps = standin.maps[-sum(len(t.widths) for t in tiles) :]
-    ring_rows = [op.plan.workspace.num_slots * t.max_width for t in tiles for _ in t.widths]
-    assert [dims[1] for _, _, dims, *_ in maps] == ring_rows
+    block_rows = [t.max_width for t in tiles for _ in t.widths]
+    assert [dims[1] for _, _, dims, *_ in maps] == block_rows
     for tokens in (5, 104, 144, 145, 200):
         layer(*inputs(tokens))
         assert standin.names().count("cuGraphInstantiate") == 3  # by the first call
