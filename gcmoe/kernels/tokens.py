@@ -58,7 +58,7 @@ class TokenSteps(ABC):
                 else:
                     is_w1 = kind == U32(int(Kind.W1))
                     if (is_w1 | (recurs != U32(0))) & (ok != 0):
-                        ok = self.await_block(workspace, slot, epoch, env)
+                        ok = self.await_block(at, workspace, slot, epoch, env)
                     if is_w1:
                         self.load_row_words(at, workspace, "ring_weight", q, slot, ok)
                         if first != 0:
@@ -75,7 +75,7 @@ class TokenSteps(ABC):
                 q, item_parity = sync.advance(q, item_parity, QUEUE_ENTRIES)
 
     @cute.jit
-    def await_block(self, workspace, slot, epoch, env):
+    def await_block(self, at, workspace, slot, epoch, env):
         """Wait until the block of this epoch lies in its slot.
 
         A W2 item needs this too when a slot recurs within the replay: its bitmap tells only the
@@ -90,8 +90,15 @@ class TokenSteps(ABC):
             U32(NO_PEER),
             env,
         )
+        self.poison_unless(ok, at)
         sync.after_observe(FULL)
         return ok
+
+    @cute.jit
+    def poison_unless(self, ok, at):
+        """After a failed wait: nothing of this CTA is published any more."""
+        if ok == 0:
+            ptx.shared_store(at["poisoned"], U32(1))
 
     @cute.jit
     def load_row_words(self, at, workspace, region: cutlass.Constexpr, q, slot, ok):
@@ -103,7 +110,6 @@ class TokenSteps(ABC):
             ptx.mbarrier_expect(data, num_bytes)
             ptx.bulk_load(at["row_words"] + q * num_bytes, source, num_bytes, data)
         else:
-            ptx.shared_store(at["poisoned"], U32(1))
             ptx.mbarrier_arrive(data)
 
     @cute.jit
@@ -131,6 +137,7 @@ class TokenSteps(ABC):
             bits = self.unit_bits(k)
             if ((seen & bits) != bits) & (ok != 0):
                 ok, bitmap = sync.await_bits(W1_DONE, bitmap_cell, bits, odd, slot, env)
+                self.poison_unless(ok, at)
                 sync.after_observe(W1_DONE)
                 seen = bitmap ^ flips
             if k == 0:
@@ -139,7 +146,6 @@ class TokenSteps(ABC):
             if ok != 0:
                 self.load_activations(at, workspace, s, slot, width, k)
             else:
-                ptx.shared_store(at["poisoned"], U32(1))
                 ptx.mbarrier_arrive(at["full_x"] + s * 8)
             s, parity = sync.advance(s, parity, self.stages)
         return s, parity, ok

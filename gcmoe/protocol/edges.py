@@ -244,8 +244,8 @@ CLAIM = LoneOperation(
     Cell.IN_FLIGHT,
     Role.DISPATCH,
     Operation("atom", "relaxed", "gpu", "b32", "cas"),
-    "claimed by CTA 0 of dispatch with generation | 1, cleared at the end of the replay; losing is "
-    "OverlappingReplays",
+    "claimed by CTA 0 of dispatch with generation | 1, cleared by the last CTA of finalize, whose "
+    "last sums may still run; losing is OverlappingReplays",
 )
 ABORT_SET = LoneOperation(
     "abort",

@@ -167,11 +167,11 @@ class WorkspaceShape:
         s, u, r = self.num_slots, self.slot_rows, self.num_ranks
         windows, a_windows = self.num_windows, self.intermediate // WINDOW_COLUMNS
         scale, staged = "[U] f32", "permuted in each window, then H/128"
-        weights = "of a tile in fragment order"
-        scales = "of a tile of N rows N words, packed, in fragment order"
+        weights = "those of a tile in fragment order"
+        scales = "a tile of N rows has N words per window, packed, in fragment order"
         if self.has_atoms:
             scale, staged = f"[{ATOM_ROWS}] u8x4", "in column order, then H/32"
-            weights, scales = "row order", "atoms"
+            weights, scales = "row order", "an atom per window"
         cell, data = (True, False), (False, False)
         remote_cell, remote_data = (True, True), (False, True)
         rows: list[tuple[str, str, int, int, tuple[bool, bool], str]] = [
@@ -220,7 +220,7 @@ class WorkspaceShape:
                 s * windows * self.scale_words,
                 4,
                 data,
-                f"token scales per window, {scales}",
+                f"token scales; {scales}",
             ),
             (
                 "ring_rows",
@@ -236,7 +236,7 @@ class WorkspaceShape:
                 s * a_windows * self.scale_words,
                 4,
                 data,
-                f"scales of a, {scales}",
+                f"scales of a; {scales}",
             ),
             (
                 "a_rows",
