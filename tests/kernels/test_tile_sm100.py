@@ -6,9 +6,10 @@ import re
 
 import blackwell_layer as layers
 import numpy as np
+import ptx_blackwell
 import pytest
 import torch
-from ptx_machine import Deadlock, Launch, Machine, TensorMap
+from ptx_machine import Cta, Deadlock, Launch, Machine, TensorMap
 from torch import Tensor
 
 from gcmoe import cli, tile
@@ -98,6 +99,30 @@ def test_the_cases_depend_on_what_they_are_about() -> None:
     scales = {case.name: case.experts.w13_scale.unique().numel() for case in tile.make_cases()}
     assert scales["weight scales"] > 4
     assert scales["sums"] == scales["columns"] == 1
+
+
+def test_what_a_tile_has_beyond_its_block_is_zeros(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of older replays lie around the block; with them y would be right too, at more power."""
+    rows, loaded = 5, []
+    plain = ptx_blackwell.fill
+
+    def watched(cta: Cta, tensor_map: TensorMap, at: list[int], to: int) -> int:
+        count = plain(cta, tensor_map, at, to)
+        if not tensor_map.nibbles:
+            loaded.append(cta.shared[to : to + count].reshape(-1, 128).any(axis=1).tolist())
+        return count
+
+    def run(spec: KernelSpec, workspace: Tensor, packed: PackedWeightsSm100) -> Tensor:
+        ring = tile.view(workspace, spec.shape, "ring_rows").view(-1, spec.shape.row_stride)
+        ring[(ring == 0).all(dim=1)] = 0x38
+        return run_on_machine(spec, workspace, packed)
+
+    monkeypatch.setattr(ptx_blackwell, "fill", watched)
+    spec = tile.make_spec("sm_103a")
+    assert tile.examine(tile.make_cases()[-1], rows, spec, run).is_right
+    width = min(spec.tiles.widths)
+    assert width > rows
+    assert loaded == [[row < rows for row in range(width)]] * len(loaded) != []
 
 
 # Name -> (pattern in the PTX, replacement, first case that fails, what is said of it).
