@@ -38,7 +38,15 @@ from gcmoe.numerics import (
 )
 from gcmoe.plan import make_plan
 from gcmoe.plan.targets import USUAL_SMS
-from gcmoe.protocol import BlockEntry, Role, RoutesHeader, RowMeta, WorkspaceShape, atom_word
+from gcmoe.protocol import (
+    BlockEntry,
+    Role,
+    RoutesHeader,
+    RowMeta,
+    WorkspaceShape,
+    atom_word,
+    ring_row,
+)
 from gcmoe.runtime import device as devices
 from gcmoe.runtime import driver, faults
 from gcmoe.runtime.graph import node_parameters
@@ -203,7 +211,7 @@ def fill_block(shape: WorkspaceShape, codes: Tensor, exponents: Tensor) -> Tenso
     words("ring_meta")[:n] = torch.tensor([RowMeta.pack(0, t, 0) for t in range(n)])
     words("ring_weight", torch.float32)[:n] = 1.0
     ring = view(workspace, shape, "ring_rows").view(-1, shape.row_stride)
-    ring[shape.block_rows - n : shape.block_rows, : shape.hidden] = codes
+    ring[ring_row(rows, n, shape.block_rows), : shape.hidden] = codes
     atoms = view(workspace, shape, "ring_scale").view(shape.num_slots, shape.num_windows, 128, 4)
     places = torch.tensor([atom_word(int(row)) for row in rows])
     atoms[0, :, places] = exponents.view(n, shape.num_windows, 4).transpose(0, 1)

@@ -175,33 +175,24 @@ class ComputeKernelSm100(SchedulerSteps):
         stream: cuda.CUstream,
     ):
         shape = self.shape
-        windows = shape.num_windows
         code_map = cuda_ext.create_tensor_map_tiled(
             global_address=codes.toint(),
             dtype=cutlass.Float4E2M1FN,
             global_dims=[
                 I32(layout.WINDOW),
-                I32(shape.local_experts * self.w1_tiles * windows * layout.TILE_ROWS),
+                I32(shape.local_experts * self.w1_tiles * shape.num_windows * layout.TILE_ROWS),
             ],
             global_strides=[I64(layout.WINDOW // 2 // 16)],
             box_dims=[layout.WINDOW, layout.TILE_ROWS],
             swizzle=cuda_ext.TensorMapSwizzle.s128b,
         )
+        dims, strides = shape.ring_tensor
         maps = [
             cuda_ext.create_tensor_map_tiled(
                 global_address=rows.toint(),
                 dtype=U8,
-                global_dims=[
-                    I32(128),
-                    I32(shape.block_rows),
-                    I32(windows),
-                    I32(shape.num_slots),
-                ],
-                global_strides=[
-                    I64(shape.row_stride // 16),
-                    I64(8),
-                    I64(shape.block_rows * shape.row_stride // 16),
-                ],
+                global_dims=[I32(extent) for extent in dims],
+                global_strides=[I64(stride // 16) for stride in strides],
                 box_dims=[128, width, 1, 1],
                 swizzle=cuda_ext.TensorMapSwizzle.s128b,
             )

@@ -157,21 +157,13 @@ class ComputeKernel(SchedulerSteps):
         rows: cute.Pointer,
         stream: cuda.CUstream,
     ):
+        dims, strides = self.shape.ring_tensor
         maps = [
             cuda_ext.create_tensor_map_tiled(
                 global_address=rows.toint(),
                 dtype=U8,
-                global_dims=[
-                    I32(128),
-                    I32(self.shape.block_rows),
-                    I32(self.w1_windows),
-                    I32(self.shape.num_slots),
-                ],
-                global_strides=[
-                    I64(self.shape.row_stride // 16),
-                    I64(8),
-                    I64(self.shape.block_rows * self.shape.row_stride // 16),
-                ],
+                global_dims=[I32(extent) for extent in dims],
+                global_strides=[I64(stride // 16) for stride in strides],
                 box_dims=[128, width, 2, 1],
                 swizzle=cuda_ext.TensorMapSwizzle.s128b,
             )

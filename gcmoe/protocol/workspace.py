@@ -136,6 +136,14 @@ class WorkspaceShape:
         return -(-(self.hidden + self.hidden // self.scale_columns) // LINE) * LINE
 
     @property
+    def ring_tensor(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """(extents, byte strides of all but the first) of ``ring_rows`` as a tensor of bytes: those
+        of a window, rows of a slot, windows of a row, slots."""
+        slot_bytes = self.block_rows * self.row_stride
+        extents = WINDOW_COLUMNS, self.block_rows, self.num_windows, self.num_slots
+        return extents, (self.row_stride, WINDOW_COLUMNS, slot_bytes)
+
+    @property
     def has_atoms(self) -> bool:
         """Activation scales lie in atoms of the block-scaled MMA."""
         return self.scale_columns == MX_COLUMNS

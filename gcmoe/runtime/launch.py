@@ -85,17 +85,15 @@ class Arguments:
     def encode_ring_maps(self, workspace: int) -> None:
         """Encode the tensor maps ``ring_rows_N`` over the ring rows of a workspace.
 
-        Dimensions: 128 bytes of a window, U rows of a slot, H/128 windows of a row, S slots. A load
-        takes N rows of two neighbouring windows, on Blackwell of one: [2][N][128] bytes, each
-        window swizzled by 128 bytes. Rows behind those of the slot are zeros.
+        A load takes N rows of two neighbouring windows, on Blackwell of one: [2][N][128] bytes,
+        each window swizzled by 128 bytes. Rows behind those of the slot are zeros.
 
         Args:
             workspace: device address of this rank's workspace.
         """
         shape = self.spec.shape
         base = workspace + shape.offsets["ring_rows"]
-        dims = (128, shape.block_rows, shape.num_windows, shape.num_slots)
-        strides = (shape.row_stride, 128, shape.block_rows * shape.row_stride)
+        dims, strides = shape.ring_tensor
         for name, address in self.map_addresses.items():
             if name.startswith("ring_rows_"):
                 box = (128, int(name.rpartition("_")[2]), WINDOWS_PER_LOAD[self.spec.family], 1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gcmoe.protocol import Role, Word32, Word64, is_valid
+from gcmoe.protocol import Role, Word32, Word64, is_valid, ring_row
 from gcmoe.sim.checks import Violation
 from gcmoe.sim.common import adder, enter, publish, read_bases, spin
 from gcmoe.sim.data import NAN
@@ -119,8 +119,8 @@ def run_w1(
     expert, num_rows = table[block]
     sim.check.start_w1(actor, block, num_rows)
     yield "ring_rows"
-    end = (slot + 1) * pitch
-    rows = [memory.load_async(actor, (rank, "ring_rows", n)) for n in range(end - num_rows, end)]
+    places = [slot * pitch + ring_row(n, num_rows, pitch) for n in range(num_rows)]
+    rows = [memory.load_async(actor, (rank, "ring_rows", place)) for place in places]
     yield "ring_scale"
     codes, scales = [], []
     first = rank * sim.config.local_experts

@@ -121,8 +121,7 @@ class Rank:
             return TensorMap(self.weights[matrix], (128, rows), (64,), (128, 256), nibbles=True)
         return TensorMap(
             self.workspace + shape.offsets["ring_rows"],
-            (128, shape.block_rows, shape.num_windows, shape.num_slots),
-            (shape.row_stride, 128, shape.block_rows * shape.row_stride),
+            *shape.ring_tensor,
             (128, int(name.rpartition("_")[2]), 1, 1),
             nibbles=False,
         )
@@ -187,8 +186,8 @@ def fill_ring(rank: Rank, batch: Batch, codes: Tensor, exponents: Tensor) -> int
             place = shape.ring.place(slot_base, block)
             slot, epoch = shape.ring.slot(place), shape.ring.epoch(epoch_base, place)
             for row, (token, k) in enumerate(part):
-                place = ring_row(row, len(part), shape.block_rows)
-                rows[slot, place, : shape.hidden] = codes[token].numpy()
+                in_slot = ring_row(row, len(part), shape.block_rows)
+                rows[slot, in_slot, : shape.hidden] = codes[token].numpy()
                 meta[slot, row] = RowMeta.pack(rank.rank, token, k)
                 weights[slot, row] = float(batch.weights[token, k])
                 scales = exponents[token].numpy().reshape(-1, 4)

@@ -54,8 +54,7 @@ def run_on_machine(spec: KernelSpec, workspace: Tensor, packed: PackedWeightsSm1
     for width in spec.tiles.widths:
         values[f"ring_rows_{width}"] = TensorMap(
             base + shape.offsets["ring_rows"],
-            (128, shape.block_rows, shape.num_windows, shape.num_slots),
-            (shape.row_stride, 128, shape.block_rows * shape.row_stride),
+            *shape.ring_tensor,
             (128, width, 1, 1),
             nibbles=False,
         )
