@@ -394,7 +394,8 @@ class ComputeKernel(SchedulerSteps):
         ptx.mbarrier_wait(at["full_w"], parity)
         for m in cutlass.range_constexpr(self.subtiles):
             mma.load_words(view, ahead, t, warpgroup, m, 0, s)
-        mma.load_codes(pointers["lut"], ahead)
+            mma.load_codes(pointers["lut"], ahead, m)
+        mma.decode(ahead.words[0], ahead.codes[0], ahead.decoded)
         was_w1 = I32(1)
         while go != 0:
             ptx.mbarrier_wait(at["item"] + q * 8, phases[1])
@@ -448,7 +449,7 @@ class ComputeKernel(SchedulerSteps):
     def item(self, width: cutlass.Constexpr, at, pointers, what, ahead, phases, s, parity):
         """One whole item of token width ``width``: main loop, epilogue, hand-over."""
         t, lane, warpgroup, q, units, kind, slot, tile, rows, events = what
-        tiles = mma.TileMma(width, self.tiles, pointers, t, lane)
+        tiles = mma.TileMma(width, self.tiles, pointers, ahead, t, lane)
         s, parity = tiles.main_loop(at, units, ahead, warpgroup, s, parity)
         ptx.mbarrier_wait(at["item_data"] + q * 8, phases[1])
         ptx.mbarrier_wait(at["out_free"], phases[0])

@@ -52,17 +52,19 @@ def fill_decode_table(lut, tid):
 
 
 class Ahead(NamedTuple):
-    """Registers of what a thread loads ahead, per sub-tile: of one block of its two rows.
+    """Registers of what a thread has ahead of a block's products, of its two rows per sub-tile.
 
     Args:
-        words: nibbles, [word i][row half h].
-        scales: the two scale bytes in one word.
-        codes: what the magnitudes mean under these scales, [low, high][row half h].
+        words: per sub-tile: nibbles, [word i][row half h].
+        scales: per sub-tile: the two scale bytes in one word.
+        codes: per sub-tile: what the magnitudes mean under these scales, [low, high][row half h].
+        decoded: of the first sub-tile: A registers, [register][k32 step].
     """
 
     words: list[Any]
     scales: Any
     codes: list[Any]
+    decoded: Any
 
 
 def make_ahead(subtiles: int) -> Ahead:
@@ -72,7 +74,8 @@ def make_ahead(subtiles: int) -> Ahead:
         return [cute.make_rmem_tensor(cute.make_layout(shape), U32) for _ in range(subtiles)]
 
     scales = cute.make_rmem_tensor(cute.make_layout(subtiles), U32)
-    return Ahead(per_subtile((4, 2)), scales, per_subtile((2, 2)))
+    decoded = cute.make_rmem_tensor(cute.make_layout((4, 4)), U32)
+    return Ahead(per_subtile((4, 2)), scales, per_subtile((2, 2)), decoded)
 
 
 def weight_view(pointer: Any, subtiles: int, warpgroups: int, stages: int) -> tuple[Any, Any]:
@@ -113,14 +116,13 @@ def load_words(view, ahead, t, wg, m: cutlass.Constexpr, block: cutlass.Constexp
 
 
 @cute.jit
-def load_codes(table: cute.Pointer, ahead):
-    """The table's entries for the scale bytes of all sub-tiles."""
+def load_codes(table: cute.Pointer, ahead, m: cutlass.Constexpr):
+    """The table's entries for the scale bytes of sub-tile ``m``."""
     entries = cute.make_tensor(table, cute.make_layout((2, TABLE_ENTRIES), stride=(1, 2)))
-    for m in cutlass.range_constexpr(len(ahead.codes)):
-        for h in cutlass.range_constexpr(2):
-            # Within the table also for what lies in a stage that no item has filled.
-            index = (ahead.scales[m] >> U32(8 * h)) & U32(TABLE_ENTRIES - 1)
-            cute.autovec_copy(entries[None, I32(index)], ahead.codes[m][None, h])
+    for h in cutlass.range_constexpr(2):
+        # Within the table also for what lies in a stage that no item has filled.
+        index = (ahead.scales[m] >> U32(8 * h)) & U32(TABLE_ENTRIES - 1)
+        cute.autovec_copy(entries[None, I32(index)], ahead.codes[m][None, h])
 
 
 @cute.jit
@@ -164,7 +166,9 @@ class TileMma:
     fresh accumulator that is promoted into ``main`` with the window's token scales.
     """
 
-    def __init__(self, width: int, tiles: TilePlan, pointers: dict[str, Any], t: Any, lane: Any):
+    def __init__(
+        self, width: int, tiles: TilePlan, pointers: dict[str, Any], ahead: Ahead, t: Any, lane: Any
+    ):
         stages, max_width = tiles.stages, tiles.max_width
         self.width, self.tiles, self.pointers, self.t, self.lane = width, tiles, pointers, t, lane
         op = warpgroup.MmaF8Op(
@@ -192,7 +196,10 @@ class TileMma:
         layout = cute.make_layout(((4, 2, 2), 1, 4), stride=((1, 4, 8), 0, 16))
         self.window = [thread.make_fragment_C(thread.partition_shape_C((64, width))) for _ in count]
         self.main = [cute.make_rmem_tensor(cute.make_layout(width // 2), F32) for _ in count]
-        self.words = [cute.make_rmem_tensor(cute.make_layout((4, 4)), U32) for _ in count]
+        self.words = [
+            cute.make_rmem_tensor(cute.make_layout((4, 4)), U32) if m else ahead.decoded
+            for m in count
+        ]
         self.a = [
             cute.make_tensor(cute.recast_ptr(words.iterator, dtype=F8), layout)
             for words in self.words
@@ -226,9 +233,9 @@ class TileMma:
 def main_loop(tile, at, units, ahead, wg, s, parity):
     """See :meth:`TileMma.main_loop`.
 
-    Few warps share a scheduler, so loads come as early as their registers are free: the second
-    block's words behind the decode of the first, codes before the promotion. A stage's barriers
-    are tested a decode before they must be over.
+    Few warps share a scheduler, so the next block's words and codes come as early as their
+    registers are free, and its first sub-tile is decoded while products of this block run. A
+    stage's barriers are tested before they must be over.
     """
     subtiles, stages, view = tile.tiles.subtiles, tile.tiles.stages, tile.view
     t, lane = tile.t, tile.lane
@@ -237,26 +244,28 @@ def main_loop(tile, at, units, ahead, wg, s, parity):
         this = s
         x_is_here = ptx.mbarrier_test(at["full_x"] + this * 8, parity)
         for block in cutlass.range_constexpr(2):
-            if cutlass.const_expr(block == 1):
+            if cutlass.const_expr(block == 0):
+                ptx.mbarrier_wait_unless(x_is_here, at["full_x"] + this * 8, parity)
+            else:
                 s, parity = sync.advance(s, parity, stages)
                 w_is_here = ptx.mbarrier_test(at["full_w"] + s * 8, parity)
             for m in cutlass.range_constexpr(subtiles):
-                decode(ahead.words[m], ahead.codes[m], tile.words[m])
-                if cutlass.const_expr((block == 0) & (m == 0)):
-                    ptx.mbarrier_wait_unless(x_is_here, at["full_x"] + this * 8, parity)
+                if cutlass.const_expr(m > 0):
+                    decode(ahead.words[m], ahead.codes[m], tile.words[m])
                 multiply(tile.fresh, tile.more, tile.window[m], tile.a[m], tile.b, (block, this))
-                if cutlass.const_expr(m == 0):
+                if cutlass.const_expr(m == subtiles - 1):
                     cute.autovec_copy(tile.x_scale[None, lane % 4, block, this], scales)
                 if cutlass.const_expr(block == 0):
                     load_words(view, ahead, t, wg, m, 1, this)
-            if cutlass.const_expr(block == 1):
-                ptx.mbarrier_wait_unless(w_is_here, at["full_w"] + s * 8, parity)
-                for m in cutlass.range_constexpr(subtiles):
+                else:
+                    if cutlass.const_expr(m == 0):
+                        ptx.mbarrier_wait_unless(w_is_here, at["full_w"] + s * 8, parity)
                     load_words(view, ahead, t, wg, m, 0, s)
+                load_codes(tile.pointers["lut"], ahead, m)
             for m in cutlass.range_constexpr(subtiles):
                 warpgroup.wait_group(subtiles - 1 - m)
                 if cutlass.const_expr(m == 0):
-                    load_codes(tile.pointers["lut"], ahead)
+                    decode(ahead.words[0], ahead.codes[0], tile.words[0])
                 promote(tile.main[m], tile.window[m], tile.scales)
         cute.arch.sync_warp()
         with cute.arch.elect_one():

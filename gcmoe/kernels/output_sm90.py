@@ -50,6 +50,8 @@ class TileOutput:
             cute.make_layout((2, width // 8), stride=(1, 2)),
         )
         amax = at["amax"] + (I32(phases[2]) * self.max_width + t4 * group) * 4
+        largest = cute.make_rmem_tensor(cute.make_layout(group), U32)
+        largest.fill(U32(0))
         for m in cutlass.range_constexpr(self.subtiles):
             gate_scale, up_scale = tiles.row_scales(pointers["row_scales"], q, warpgroup, m)
             acc = tiles.main[m]
@@ -67,14 +69,14 @@ class TileOutput:
                         magnitude = U32(0)
                         bits = U32(0x7FFF_FFFF)
                     acc[4 * j + c] = ptx.float_of(bits)
-                    for distance in (4, 8, 16):
-                        other = cute.arch.shuffle_sync_bfly(magnitude, distance)
-                        magnitude = ptx.umax(magnitude, other)
-                    acc[4 * j + 2 + c] = ptx.float_of(magnitude)
-            if g == 0:
-                for j in cutlass.range_constexpr(width // 8):
-                    for c in cutlass.range_constexpr(2):
-                        ptx.shared_max(amax + (2 * j + c) * 4, ptx.bits_of(acc[4 * j + 2 + c]))
+                    largest[2 * j + c] = ptx.umax(largest[2 * j + c], magnitude)
+        for i in cutlass.range_constexpr(group):
+            for distance in (4, 8, 16):
+                other = cute.arch.shuffle_sync_bfly(largest[i], distance)
+                largest[i] = ptx.umax(largest[i], other)
+        if g == 0:
+            for i in cutlass.range_constexpr(group):
+                ptx.shared_max(amax + i * 4, largest[i])
         cute.arch.barrier(
             barrier_id=int(NamedBarrier.CONSUMERS), number_of_threads=self.consumer_threads
         )
