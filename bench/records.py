@@ -101,11 +101,12 @@ def extent(one: Selection) -> tuple[int, int]:
 
 
 def comparisons(found: list[Selection], model: str, ranks: int) -> list[Selection]:
-    """Of each set of peers the newest selection of a model, the largest first."""
-    chosen: dict[frozenset[str], Selection] = {}
+    """Of each set of peers and sizes the newest selection of a model, the largest first."""
+    chosen: dict[tuple[frozenset[str], tuple[int, ...]], Selection] = {}
     for one in found:
         if (one.model, one.ranks) == (model, ranks) and has_peers(one):
-            chosen.setdefault(frozenset(impl for impl, _ in one.series), one)
+            impls = frozenset(impl for impl, _ in one.series)
+            chosen.setdefault((impls, tuple(one.tokens)), one)
     return sorted(chosen.values(), key=extent, reverse=True)
 
 

@@ -65,19 +65,22 @@ def test_the_newest_record_counts_if_it_has_as_many_sizes():
 
 
 def test_every_set_of_peers_is_shown_and_the_largest_is_drawn():
-    """Of the newest record of each set; a newer record with fewer peers takes no picture."""
+    """Of the newest record of each set and its sizes; a newer record with fewer peers takes no
+    picture."""
     fewer = make_record("2026-02-01T00:00:00Z")
     fewer["rows"] = [row for row in fewer["rows"] if row["impl"] != "humming_w4a8"]
     alone = make_record("2026-03-01T00:00:00Z")
     alone["rows"] = [row for row in alone["rows"] if row["impl"] == "gcmoe"]
+    smaller = make_record("2026-04-01T00:00:00Z")
+    smaller["rows"] = [row for row in smaller["rows"] if row["tokens_per_rank"] == 8]
     found = records.selections(
         {"all": make_record(), "older": make_record("2025-01-01T00:00:00Z"), "fewer": fewer,
-         "alone": alone}
+         "alone": alone, "smaller": smaller}
     )  # fmt: skip
     assert [one.name for one in records.newest_of_each(found, records.has_peers)] == ["all"]
     (drawn,) = records.newest_of_each(found, records.has_own)
     shown = records.comparisons(found, drawn.model, drawn.ranks)
-    assert [one.name for one in shown] == ["all", "fewer"]
+    assert [one.name for one in shown] == ["all", "fewer", "smaller"]
     assert records.comparisons(found, drawn.model, 2) == []
 
 
