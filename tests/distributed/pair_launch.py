@@ -22,6 +22,8 @@ from pair_cases import GROUPS
 
 WORKER = Path(__file__).with_name("worker.py")
 MARK = "PAIR "
+ENDS_AT = "PAIR_ENDS_AT"
+"""When the group is killed, on the monotonic clock, which all processes share."""
 TAIL_LINES = 80
 
 
@@ -115,6 +117,7 @@ def run_group(name: str) -> Report:
         **group.environment,
     }
     start = time.monotonic()
+    environment[ENDS_AT] = str(start + group.limit_s)
     expired = False
     with ended_by_sigterm(), tempfile.TemporaryFile() as log:
         process = subprocess.Popen(

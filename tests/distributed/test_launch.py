@@ -63,7 +63,12 @@ def test_a_failure_of_one_rank_does_not_end_the_group() -> None:
     assert report.problem("selftest", "meets_again") == ""
 
 
-def test_a_group_that_hangs_is_killed_and_says_where() -> None:
+def test_a_group_that_hangs_is_killed_and_says_where(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where each process takes its time to start, as on a machine with a cold disk."""
+    (tmp_path / "sitecustomize.py").write_text("import time\ntime.sleep(3)\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     report = run_group("selftest-hang")
     assert "ranks reported" in report.problem("selftest-hang", "hangs")
     assert "in hangs" in report.output

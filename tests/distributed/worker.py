@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch.distributed as dist
 from pair_cases import GROUPS
-from pair_launch import MARK
+from pair_launch import ENDS_AT, MARK
 
 from gcmoe.errors import GCMoEError
 from gcmoe.runtime.group import RankGroup
@@ -64,7 +64,9 @@ def main() -> None:
     group = GROUPS[name]
     # Die with torchrun, and tell where it hangs before the launcher's limit.
     ctypes.CDLL("libc.so.6").prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    faulthandler.dump_traceback_later(group.limit_s - EXIT_MARGIN_S, exit=True)
+    ends_at = float(os.environ.get(ENDS_AT, time.monotonic() + group.limit_s))
+    left = max(1.0, ends_at - EXIT_MARGIN_S - time.monotonic())
+    faulthandler.dump_traceback_later(left, exit=True)
     device = None
     if group.on_gpu:
         import torch
