@@ -120,7 +120,8 @@ def load_codes(table: cute.Pointer, ahead, m: cutlass.Constexpr):
     """The table's entries for the scale bytes of sub-tile ``m``."""
     entries = cute.make_tensor(table, cute.make_layout((2, TABLE_ENTRIES), stride=(1, 2)))
     for h in cutlass.range_constexpr(2):
-        # Within the table also for what lies in a stage that no item has filled.
+        # Within the table also where a stage holds no weights: nothing, or a guess over the buffer
+        # of the hand-off probe.
         index = (ahead.scales[m] >> U32(8 * h)) & U32(TABLE_ENTRIES - 1)
         cute.autovec_copy(entries[None, I32(index)], ahead.codes[m][None, h])
 
@@ -234,8 +235,8 @@ def main_loop(tile, at, units, ahead, wg, s, parity):
     """See :meth:`TileMma.main_loop`.
 
     Few warps share a scheduler, so the next block's words and codes come as early as their
-    registers are free, and its first sub-tile is decoded while products of this block run. A
-    stage's barriers are tested before they must be over.
+    registers are free, and its first sub-tile is decoded while products of this block run. The
+    barrier of the next weights is tested a group of products before it must be over.
     """
     subtiles, stages, view = tile.tiles.subtiles, tile.tiles.stages, tile.view
     t, lane = tile.t, tile.lane
